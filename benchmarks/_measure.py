@@ -6,6 +6,7 @@ a lot. So contenders take turns, round after round, and a ratio is the median ov
 
 import argparse
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import math
@@ -45,6 +46,12 @@ class Figure:
   def line(self) -> str:
     shown = f"{self.name}: {self.form.format(self.value)}"
     return f"     {shown}" if self.limit is None else f"{'PASS' if self.met else 'MISS'} {shown} (wanted {self.wanted})"
+
+
+def planting():
+  """The module of that name in examples/."""
+  sys.path.append(str(ROOT / "examples"))
+  return importlib.import_module("planting")
 
 
 def arguments(description: str, **options) -> argparse.Namespace:

@@ -96,19 +96,18 @@ def write_data(folder: Path, seed: int) -> set[str]:
   return {record["id"] for record in pool if record["id"].startswith("planted")}
 
 
-def planting():
-  """The module of that name in examples/."""
-  sys.path.append(str(_measure.ROOT / "examples"))
-  return importlib.import_module("planting")
-
-
 def run(command, *arguments: str) -> None:
-  """A command of maxghost; what it prints is shown only where it fails."""
-  said, begin = io.StringIO(), time.perf_counter()
-  with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-    code = command.main([str(argument) for argument in arguments])
-  if code:
-    raise SystemExit(f"{' '.join(map(str, arguments))}\n{said.getvalue()[-3000:]}")
+  """A command of maxghost; what it prints is shown only where it fails, or training is stopped."""
+  said, begin, given = io.StringIO(), time.perf_counter(), [str(argument) for argument in arguments]
+  try:
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+      if command is train:
+        _measure.planting().finish(given)
+      elif code := command.main(given):
+        raise SystemExit(code)
+  except SystemExit:
+    print(f"{' '.join(given)}\n{said.getvalue()[-3000:]}", file=sys.stderr)
+    raise
   print(f"{command.__name__.rpartition('.')[2]}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -151,7 +150,7 @@ def one_seed(folder: Path, seed: int, args) -> dict:
   offsets = record_ids(pool)
   chunks = json.loads((folder / "less.json").read_text())["queries"]["val"]
   value["LESS"] = {offsets[chunk["offset"]]: chunk["contribution"] for chunk in chunks}
-  norms = planting().gradient_norms(warm, f"pool={pool}")
+  norms = _measure.planting().gradient_norms(warm, f"pool={pool}")
   value["gradient norm"] = {offsets[key[2]]: -norm for key, norm in norms.items()}
   row = {"seed": seed, "scored": len(ids)}
   row |= {f"AUROC {name}": find_planted(values, bad) for name, values in value.items()}

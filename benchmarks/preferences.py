@@ -16,7 +16,7 @@ from pathlib import Path
 import _measure
 import numpy as np
 
-from maxghost import scorelog, train
+from maxghost import scorelog
 
 MODEL = (
   "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=16", "base_mlp_dim=128",
@@ -70,14 +70,15 @@ def run(folder: Path, seed: int, num_pairs: int, steps: int, share: float) -> di
     write(folder / f"{name}.jsonl", [{"id": str(i), **dict(zip(keys, r, strict=True))} for i, r in enumerate(rows)])
   common = (*MODEL, f"base_output_directory={folder}", f"init_weights_seed={seed}")
   begun = ("run_name=form", "steps=150", "per_device_batch_size=8", "ghost_enabled=false", "learning_rate=3e-3")
-  assert train.main([*common, *begun, f"dataset_files=form={folder}/form.jsonl", "ghost_val_sets=form"]) == 0
+  finish = _measure.planting().finish
+  finish([*common, *begun, f"dataset_files=form={folder}/form.jsonl", "ghost_val_sets=form"])
   asked = (
     "run_name=dpo", "objective=dpo", f"steps={steps}", "per_device_batch_size=16", "ghost_val_batch_size=32",
     f"load_parameters_path={folder}/form", "learning_rate=3e-4", "lr_schedule_type=constant", "checkpoint_period=0",
     "ghost_val_fraction=0.01", f"dataset_files=pairs={folder}/pairs.jsonl",
     f"ghost_val_sets=[clean={folder}/clean.jsonl,margin={folder}/clean.jsonl@margin]",
   )  # fmt: skip
-  assert train.main([*common, *asked]) == 0
+  finish([*common, *asked])
   log = scorelog.load(folder / "dpo")
   pair_N, last = np.array(log["id"], int), int(log["step"].max())
   total = {name: np.zeros(num_pairs) for name in ("score", "margin", "chosen", "rejected", "loss", "times")}

@@ -170,7 +170,7 @@ def finish(arguments: list[str]) -> config.Config:
   cfg = config.load(*arguments)
   existing = run_directory.inspect(cfg)
   if existing.completed_steps != cfg.run.steps:
-    print(f"{existing.path} is unfinished; the same command continues it", file=sys.stderr)
+    print(f"{existing.path} was stopped before its last step; what follows needs all of it", file=sys.stderr)
     sys.exit(0)
   return cfg
 

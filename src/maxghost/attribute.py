@@ -25,12 +25,13 @@ EXAMPLES = """\
 examples:
   maxghost attribute runs/base --data notes=corpus/**/*.txt --queries mine=questions.jsonl --output runs/asked
   maxghost scores runs/asked --by document --set mine --top 20
-  maxghost attribute runs/base/checkpoints/240 --data notes=corpus/**/*.txt --index runs/base/index
-  maxghost attribute runs/base/checkpoints/240 --index runs/base/index --queries mine=questions.jsonl
+  maxghost attribute runs/base/checkpoints/200 --data notes=corpus/**/*.txt --index runs/base/index
+  maxghost attribute runs/base/checkpoints/200 --index runs/base/index --queries mine=questions.jsonl
 """
-DIRECTIONS = 256  # see docs/attribution.md
+DIRECTIONS = 256  # see docs/attribute.md
 SKETCHED_ROWS = 8
 METHODS = ("contribution", "less")
+COMPILING = "Compiling, which takes seconds to minutes; then the documents are scored at one checkpoint after the other"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -173,6 +174,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
     fields=corpus.source.fields,
   )  # fmt: skip
   writer.restore(None)
+  print(COMPILING, flush=True)
   count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
   writer.close()
   config.save(as_run(cfg, args.data, corpus.domains), args.output / "config.yml")
@@ -183,7 +185,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   for name in queries:
     print(f"\nmost helpful for '{name}': {offline.UNIT}")
     output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
-  print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))}")
+  print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))} --text")
   return 0
 
 
@@ -201,13 +203,14 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
   files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
   return config.replace(
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
-    dataset_mixture=(), dataset_exclude_file="", dataset_include_file="", ghost_val_sets=(domains[0],),
-    ghost_val_fraction=0.0, ghost_enabled=False,
+    dataset_mixture=(), dataset_exclude_file="", dataset_include_file="", document_fields=(),
+    ghost_val_sets=(domains[0],), ghost_val_fraction=0.0, ghost_enabled=False,
   )  # fmt: skip
 
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
   from maxghost.attribution import offline
+  from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
   from maxghost.config.values import printable
 
@@ -217,8 +220,9 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   if corpus is not None:
     rows = args.rows or SKETCHED_ROWS
     at = points(cfg, paths)
+    print(COMPILING, flush=True)
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
-    print(f"indexed {count:,} chunks at {len(paths)} checkpoints: {args.index}")
+    print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0
   about = offline.open_index(args.index, list(paths))
@@ -230,6 +234,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
     raise ConfigError(f"--direction {args.direction}: the index was written for {about['direction']}; leave it out")
+  print("Compiling the query's pass, which takes seconds to minutes", flush=True)
   found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
   for name, chunks in found.items():
     how = "LESS" if is_less else f"direction {about['direction']}"
@@ -239,8 +244,9 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       value, error = chunk["contribution"], chunk["standard_error"]
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
-      print(f"{rank:>6} {value:+.3e} ± {error:.1e}  {printable(place)}")
+      print(f"{rank:>6} {number(value, plus=True):>11} ± {number(error, 2):<8} {printable(place)}")
   print("\n± is the standard error; = marks ranks that it does not tell apart (more --directions would)")
+  print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
     about = {key: about[key] for key in ("direction", "directions", "checkpoints")}
     about |= {"unit": unit, "method": offline.LESS if is_less else offline.CONTRIBUTION}

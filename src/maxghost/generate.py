@@ -105,8 +105,8 @@ def _run(args: argparse.Namespace) -> int:
   seconds, count = generator.seconds, sum(row.num_tokens for row in rows)
   rate = f", {len(rows) * seconds.steps / seconds.loop:.1f} tokens/s" if seconds.steps else ""
   print(
-    f"{count} tokens for {len(rows)} prompts; compiled in {seconds.compiling:.1f} s, prompts read in "
-    f"{seconds.prompt:.3f} s{rate}",
+    f"{count} tokens for {len(rows)} prompt{'s' if len(rows) > 1 else ''}; compiled in {seconds.compiling:.1f} s, "
+    f"prompts read in {seconds.prompt:.3f} s{rate}",
     file=sys.stderr,
   )
   return 0

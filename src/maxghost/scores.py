@@ -138,6 +138,9 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
   write_output(args.output, _ids(answer, DOCUMENT, dropped))
   tokens, nats = np.asarray(answer.columns["tokens"]), np.asarray(answer.columns["contribution"])[dropped].sum()
   share = tokens[dropped].sum() / max(tokens.sum(), 1)
+  if not dropped.any():
+    print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
+    return 0
   print(
     f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats; to "
     f"train without them: dataset_exclude_file={args.output}"

@@ -103,7 +103,10 @@ def _train(
 
   session = None
   try:
-    plan = Plan.of(cfg, devices.open_layout(cfg), teacher[0])
+    layout = devices.open_layout(cfg)
+    if (code := _stopped(signals)) is not None:
+      return code
+    plan = Plan.of(cfg, layout, teacher[0])
     if distributed.count() > 1:
       # JAX counts from its last heartbeat, one in every half of this time, so that it may end the run after that half.
       seconds = 0.3 * cfg.parallel.jax_distributed_timeouts[1]
@@ -119,10 +122,8 @@ def _train(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
       open_trackers=trackers.open_all, force=force, open_teacher=teacher[1],
     )  # fmt: skip
-    if signals.requested is not None and distributed.count() == 1:
-      print(f"Stopped by {signals.name} before the first step; nothing was written")
-      return signals.exit_code
-    return session.run()
+    code = _stopped(signals)
+    return session.run() if code is None else code
   except NonFiniteMetricError as error:
     print_problem(f"{error}; {session.last_checkpoint() if session else ''}")
   except (CheckpointError, ScoreLogError, OSError) as error:
@@ -138,6 +139,16 @@ def _train(
   if distributed.count() > 1:
     distributed.exit_at_once(1)  # JAX would wait for the others, which wait for this process
   return 1
+
+
+def _stopped(signals: StopSignals) -> int | None:
+  """The exit code after a signal before the first step. None where there are several processes, which stop together."""
+  from maxghost.parallel import distributed
+
+  if signals.requested is None or distributed.count() > 1:
+    return None
+  print(f"Stopped by {signals.name} before the first step; nothing was written")
+  return signals.exit_code
 
 
 def _watch_peers(seconds: float) -> None:

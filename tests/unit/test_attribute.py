@@ -18,6 +18,7 @@ from maxghost import attribute, attribution, config, data, optimizers, scorelog,
 from maxghost.attribution import offline
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
+from maxghost.attribution.texts import Source
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError, files
 from maxghost.objectives import LanguageModelLoss
@@ -340,6 +341,15 @@ def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
   assert [c["tied"] for c in chunks] == [False, True], "tied with one that is not shown"
   with pytest.raises(ConfigError, match="step 3 had other weights"):
     ask(points=iter([Point(3, None, "y")]), top=2)
+
+
+def test_the_texts_of_an_answer_are_found_also_if_the_run_keeps_fields_of_its_records(tmp_path):
+  (tmp_path / "a.txt").write_text("no record")
+  cfg = attribute.as_run(config.replace(CFG, document_fields=("id", "lang")), [f"a={tmp_path}/a.txt"], ("a",))
+  config.save(cfg, tmp_path / "config.yml")
+  source = Source(tmp_path)
+  assert source.open(()) == []
+  assert source.find([("a", "a.txt", 0)]) == {("a", "a.txt", 0): "no record"}
 
 
 def test_an_index_of_other_checkpoints_is_refused(tmp_path):

@@ -261,3 +261,20 @@ def test_mistakes_with_data_and_checkpoint_are_one_line(argv, said, capsys):
   assert cli.main(argv.split(" ")) == 2
   error = capsys.readouterr().err
   assert said in error and error.count("\n") == 1 and error.replace("\n", "").isprintable()
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_no_traceback():
+  code = """
+    import os, signal, sys
+    from maxghost import __main__
+
+    class Interrupts:
+      def find_spec(self, name, *rest):
+        if name == "maxghost.config":
+          os.kill(os.getpid(), signal.SIGINT)
+
+    sys.meta_path.insert(0, Interrupts())
+    __main__.main()
+  """
+  done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+  assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -46,6 +46,7 @@ def test_help_of_one_key_tells_type_default_limits_and_section():
     "  example: opt_type=" + config.fields()["opt_type"].metadata["choices"][-1],
   ]
   assert "limits:  from 0 to 0.999" in printed("dropout_rate")
+  assert "example" not in printed("ghost_val_sets")  # the default, empty, shows nothing
   assert "type:    list of str" in printed("ghost_exclude") and "limits:  none" in printed("ghost_exclude")
   with pytest.raises(config.ConfigError, match="unknown key 'opttype'; did you mean 'opt_type'"):
     printed("opttype")

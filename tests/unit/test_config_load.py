@@ -263,6 +263,7 @@ def test_missing_and_unreadable_files(tmp_path):
     f"config file elsewhere/bsae.yml does not exist; nearest is {config.config_dir() / 'base.yml'}"
   ]
   assert problems_of(tmp_path) == [f"config file {tmp_path} is a folder"]
+  assert problems_of("steps") == ["config file steps does not exist; for the key, write steps=VALUE"]
 
 
 def test_a_model_file_names_no_other_model(tmp_path):

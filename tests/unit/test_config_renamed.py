@@ -190,6 +190,7 @@ def test_a_whole_file_of_maxtext_is_few_lines(tmp_path):
     config.load(tmp_path / "base.yml")
   first, second = caught.value.problems
   assert "docs/from-maxtext.md" in first and len(first) < 500 and "'stepz'" in second
+  assert "MaxText key that maxghost does not have; leave it out" in renamed.unknown("base_config", config.fields())
 
 
 def test_the_page_for_maxtext_users_names_every_translated_key():

@@ -276,6 +276,8 @@ def test_what_hurts_is_dropped_from_the_next_run_in_one_command(run_dir, corpus,
   assert scores.main([str(run_dir), "--drop-below", "0", "--output", str(file)]) == 0
   said = capsys.readouterr().out
   assert "5 of 12 documents, 41.7% of the tokens, -15 nats" in said and f"dataset_exclude_file={file}" in said
+  assert scores.main([str(run_dir), "--drop-below", "-99", "--output", str(tmp_path / "none")]) == 0
+  assert "empty, since none of 12 documents is below -99" in capsys.readouterr().out
   by_place = data.load_dataset(dataclasses.replace(corpus, dataset_exclude_file=str(file))).parts[0].split.excluded
   file.write_text("".join(json.dumps({"id": f"a-{n}"}) + "\n" for n in range(5)))
   by_id = data.load_dataset(dataclasses.replace(corpus, dataset_exclude_file=str(file))).parts[0].split.excluded

@@ -135,7 +135,7 @@ def test_a_base_run_that_was_stopped_ends_the_demonstration_and_is_continued(dem
     with pytest.raises(SystemExit) as ended:
       made.planting.main("configs/finetune-base.yml", made.prepare, [])
     assert ended.value.code == code
-  assert capsys.readouterr().err == f"{made.BASE} is unfinished; the same command continues it\n"
+  assert capsys.readouterr().err == f"{made.BASE} was stopped before its last step; what follows needs all of it\n"
   train_to(-1, 0)
   made.prepare()
   assert asked == [("configs/base.yml", "base"), *[(f"{made.BASE}/config.yml", "base")] * 2]

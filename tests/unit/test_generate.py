@@ -50,7 +50,7 @@ def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
   progress = Generator(graphdef, 40, stop_ids=[257]).generate(state, [[256, *b"ab"]], 5)
   ids = progress.row(0)
   assert out == b"ab" + bytes(ids[ids < 256].tolist()).decode("utf-8", "replace").encode() + b"\n"
-  assert b"5 tokens for 1 prompts" in err and b"tokens/s" in err
+  assert b"5 tokens for 1 prompt;" in err and b"tokens/s" in err
 
 
 def test_a_question_is_asked_in_the_template_and_answered_on_a_line_of_its_own(folder, capsysbinary):

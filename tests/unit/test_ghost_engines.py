@@ -260,6 +260,20 @@ def test_what_else_a_loss_function_returns_is_named(engine, result, shapes):
     ghost.GhostEngine(engine=engine).score(model, batch, batch, loss_fn=lambda m, b: result(squares(m, b)))
 
 
+def test_arguments_that_are_missing_or_no_batch_are_named():
+  model, batch = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), {"x": np.ones((5, 4), np.float32)}
+  wrong = {
+    "loss_fn= is missing": (batch, batch, None),
+    "train_batch must hold arrays .*; it holds int": ({"x": 1}, batch, squares),
+    "train_batch must hold arrays .*; it holds nothing": (None, batch, squares),
+    "val_batch must hold arrays .*; it holds nothing": (batch, [batch, {}], squares),
+    "val_batch must hold arrays .*; it holds a scalar": (batch, {"x": np.float32(1)}, squares),
+  }
+  for message, (train, val, loss_fn) in wrong.items():
+    with pytest.raises(ValueError, match=message):
+      ghost.GhostEngine().score(model, train, val, loss_fn=loss_fn)
+
+
 COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
 
 

@@ -12,15 +12,16 @@ import time
 import numpy as np
 import pytest
 
+from maxghost import config, train
 from maxghost.config import ConfigError
 from maxghost.config.schema import ModelConfig
 from maxghost.trackers import TensorBoard
-from maxghost.training import console, metrics
+from maxghost.training import console, metrics, run_directory
 from maxghost.training.batches import NUM_AHEAD, Prefetcher
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.loop import StopSignals
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
-from maxghost.training.plan import step_flops
+from maxghost.training.plan import Plan, step_flops
 from maxghost.training.score_recorder import (
   ScoreLogError,
   ScoreRecorder,
@@ -234,6 +235,14 @@ def test_sigterm_is_a_request_that_succeeds():
     for _ in range(3):
       os.kill(os.getpid(), signal.SIGTERM)
     assert signals.requested == signal.SIGTERM and signals.exit_code == 0
+
+
+def test_a_signal_while_jax_is_imported_stops_before_anything_is_built(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(Plan, "of", None)
+  cfg, signals = config.load(None, f"base_output_directory={tmp_path}"), StopSignals()
+  signals.requested = signal.SIGINT
+  assert train._train(cfg, run_directory.inspect(cfg), None, signals, None, False, (None, None)) == 130
+  assert "before the first step; nothing was written" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 class Counting:

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
@@ -444,6 +445,7 @@ def test_command(run_dir, capsys):
   ("argv", "line"),
   [
     (["nowhere"], "run_dir=nowhere: no such folder"),
+    ([str(Path(__file__).parents[1] / "unti")], f"no such folder; nearest is {Path(__file__).parent}"),
     ([".", "--dokuments", "3"], "unknown argument '--dokuments'; did you mean '--documents'?"),
     ([".", "--documents", "-1"], "--documents=-1: at least 0"),
     ([], "the following arguments are required: RUN_DIR"),

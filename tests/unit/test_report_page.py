@@ -5,13 +5,16 @@ import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from attribution_runs import make_run
 
 from maxghost import attribution, report, scores
+from maxghost.attribution import report_text
 from maxghost.attribution.html import render
-from maxghost.attribution.summary import summarize
+from maxghost.attribution.summary import Ledger, summarize
 from maxghost.attribution.texts import Source
 
 
@@ -54,3 +57,10 @@ def test_the_page_on_a_phone(run_dir, tmp_path):
   dom = subprocess.run(command, capture_output=True, timeout=120, text=True).stdout
   width, tables, over = re.search(r"<title>(\d+) (\d+) (.*?)</title>", dom, re.S).groups()
   assert int(width) <= 390 and int(tables) > 4 and over == ""
+
+
+def test_the_set_of_a_loop_of_ones_own_is_not_called_twice():
+  names = {"validation": "The validation loss", "manual": "The manual validation loss"}
+  ledger = Ledger({"predicted_examples": 1.0}, np.array([3]), np.zeros(1), None)
+  for name, words in names.items():
+    assert report_text.headline(SimpleNamespace(name=name, ledger=ledger)).startswith(f"{words} was predicted")

@@ -36,12 +36,13 @@ def test_claiming_writes_the_resolved_config(tmp_path):
 
 def test_all_differing_keys_are_named_with_both_values(tmp_path):
   start(make_config(tmp_path))
-  changed = make_config(tmp_path, learning_rate=0.5, base_mlp_dim=64, log_period=9)
+  changed = make_config(tmp_path, learning_rate=0.5, base_mlp_dim=64, log_period=9, load_parameters_path="a")
   with pytest.raises(ConfigError) as raised:
     run_directory.inspect(changed)
   message = str(raised.value)
   assert "learning_rate: the run has 0.001, the command 0.5" in message
   assert "base_mlp_dim: the run has 768, the command 64" in message
+  assert "load_parameters_path: the run has '', the command a" in message
   assert "log_period" not in message and "\n" not in message
 
 

@@ -10,6 +10,7 @@ from maxghost.attribution import html
 from maxghost.attribution.summary import summarize
 from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
+from maxghost.config.values import nearest_beside
 from maxghost.scorelog.reader import load
 
 ADDRESS = "127.0.0.1"
@@ -22,7 +23,7 @@ class LiveServer(http.server.ThreadingHTTPServer):
 
   def __init__(self, run_dir: Path, port: int, num_documents: int, with_texts: bool, accept_lost_rows: bool = False):
     if not run_dir.is_dir():
-      raise ConfigError(f"run_dir={run_dir}: no such folder")
+      raise ConfigError(f"run_dir={run_dir}: no such folder{nearest_beside(run_dir)}")
     self._run_dir, self._num_documents, self._accept = run_dir, num_documents, accept_lost_rows
     self._source = Source(run_dir) if with_texts else None
     self._rendering, self._free = threading.Lock(), threading.BoundedSemaphore(MOST_REQUESTS)

@@ -11,6 +11,7 @@ import numpy as np
 
 from maxghost.attribution.numbers import integer, number, plus_minus
 from maxghost.attribution.query import Answer
+from maxghost.attribution.report_text import loss_of
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text
@@ -85,7 +86,7 @@ def show(answer: Answer, console):
     table.add_row(*cells)
   console.print(table)
   about = f"{len(answer)} of {integer(answer.num_groups)} groups; {answer.units['contribution']}, for the "
-  about += f"{answer.val_set} validation loss, direction {answer.direction or 'not logged'}; ± is a 95 % interval"
+  about += f"{loss_of(answer.val_set)}, direction {answer.direction or 'not logged'}; ± is a 95 % interval"
   if "in_all" in shown:
     about += "; in_all counts what momentum does with the gradient in later steps, if nothing else changes"
   console.print(Text(printable(about), style="dim"))

@@ -13,18 +13,24 @@ IN_ALL = (
   "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
   "gradient and the optimizer's preconditioner stay as they are."
 )
+OF_AVERAGE = "Of average: nats per token, as a share of those of an average token in the same steps."
 LARGE_REST = 0.2  # share of the prediction beyond which the reader is warned
+
+
+def loss_of(val_set: str) -> str:
+  """The validation loss in words; the set of a loop of one's own is called `validation`."""
+  return "validation loss" if val_set == "validation" else f"{val_set} validation loss"
 
 
 def headline(part: SetSummary) -> str:
   """The change of the validation loss in one sentence."""
   actual = part.ledger.actual
   if actual is None and part.ledger.columns["predicted_examples"] is None:
-    return f"What the training examples were worth for the {part.name} loss."
+    return f"What the training examples were worth for the {loss_of(part.name)}."
   if actual is None:
     moved = _moved(part.ledger.predicted, "fall", "rise", "stay as it is")
-    return f"The {part.name} validation loss was predicted to {moved}; no drop was measured."
-  return f"The {part.name} validation loss {_moved(actual, 'fell', 'rose', 'did not change')}."
+    return f"The {loss_of(part.name)} was predicted to {moved}; no drop was measured."
+  return f"The {loss_of(part.name)} {_moved(actual, 'fell', 'rose', 'did not change')}."
 
 
 def _moved(drop: float, down: str, up: str, still: str) -> str:
@@ -107,6 +113,7 @@ def helped_sentence(part: SetSummary) -> str:
   if not part.num_judged:
     return f"No document was scored in {MIN_CHUNKS} or more chunks, so that none has an interval to rank it by."
   judged = f"{integer(part.num_judged)} document{'s' if part.num_judged != 1 else ''} with {MIN_CHUNKS} or more chunks"
+  judged += " (parts of a document that were scored in one row)"
   if not part.helped:
     return f"None of the {judged} has a 95 % interval above zero."
   return f"By nats per token at the lower end of the 95 % interval, among the {judged}."
@@ -154,7 +161,7 @@ def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
   if ledger.actual is not None and ledger.rest is not None:
     measured = "validation loss before minus after each step, on the same rows"
     lines.append(LedgerLine("Measured drop", measured, ledger.actual, is_total=True))
-    rest = "what neither explains, and rounding"
+    rest = "measured minus predicted drop: what neither first order nor curvature explains, and rounding"
     if ledger.curvature is None:
       rest = "curvature and rounding: what first order cannot see"
     lines.append(LedgerLine("Rest", rest, ledger.rest, ledger.predicted))

@@ -16,13 +16,15 @@ SHOWN_DOCUMENTS = 5
 
 def show(summary: Summary, console: Console):
   """Prints the report with the first few documents of each table."""
-  counts = f"{compact(summary.num_tokens)} scored tokens, {compact(summary.num_documents)} documents"
-  console.print(_text(f"Run {summary.name}: {integer(summary.num_steps)} steps, {counts}"))
+  counts = f"{integer(summary.num_steps)} step{'s' if summary.num_steps != 1 else ''}, "
+  counts += f"{compact(summary.num_tokens)} scored tokens, {compact(summary.num_documents)} documents"
+  console.print(_text(f"Run {summary.name}: {counts}"))
   for part in summary.sets:
     console.print()
     console.print(_text(report_text.headline(part), style="bold"))
     console.print(_text(report_text.lead(part)))
     console.print(_domains(part))
+    console.print(_text(report_text.OF_AVERAGE, style="dim"))
     if report_text.ledger_lines(part.ledger):
       console.print(_ledger(part.ledger))
     console.print(_text(report_text.ledger_sentence(part.ledger)))
@@ -61,7 +63,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _domains(part: SetSummary) -> Table:
   head = ("Domain", ">Tokens", ">Total nats", ">Nats per\nmillion tokens", ">Of\naverage", ">Training\nloss")
-  table = _table(f"\nDomains, for the {part.name} validation loss", *head)
+  table = _table(f"\nDomains, for the {report_text.loss_of(part.name)}", *head)
   for value in part.domains:
     table.add_row(
       _text(value.domain),

@@ -1,5 +1,6 @@
 """Document texts by id, read from the source in the run's config.yml."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -35,7 +36,9 @@ class Source:
 
       try:
         cfg = config.load(self._path)
-        dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
+        keys = cfg.data  # a corpus that `maxghost attribute` scored may be shorter than a row
+        keys = dataclasses.replace(keys, max_target_length=2) if cfg.records == "text" else keys
+        dataset = data.load_dataset(keys, cfg.run.data_shuffle_seed, records=cfg.records)
       except config.ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
       self.documents, self._fingerprint = dataset.source, dataset.fingerprint

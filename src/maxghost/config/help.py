@@ -80,8 +80,9 @@ def explain(key: str) -> str:
     ("default", values.shown(field.default)),
     ("limits", limits(field) or "none"),
     ("section", f"{section}: {cls.__doc__}"),
-    ("example", f"{key}={values.shown(field.metadata['choices'][-1] if field.metadata['choices'] else field.default)}"),
   ]
+  if (value := field.metadata["choices"][-1] if field.metadata["choices"] else field.default) not in ("", ()):
+    rows.append(("example", f"{key}={values.shown(value)}"))
   return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
 
 

@@ -133,11 +133,11 @@ def _pairs(root: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
 
 
 def _nearest_file(path: Path) -> str:
-  """`; nearest is X` for a missing YAML file, looking in its folder and among the shipped configurations."""
-  for folder in (path.parent, files.config_dir()):
-    if near := values.nearest(path.name, sorted(found.name for found in folder.glob("*.y*ml")), 1):
-      return f"; nearest is {folder / near[0]}"
-  return ""
+  """What a missing YAML file may have been: a key without its value, a file beside it or a shipped configuration."""
+  if str(path) in fields():
+    return f"; for the key, write {path}=VALUE"
+  beside = (values.nearest_beside(folder / path.name, "*.y*ml") for folder in (path.parent, files.config_dir()))
+  return next(filter(None, beside), "")
 
 
 def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str]) -> dict[str, Given]:

@@ -16,6 +16,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -129,6 +130,12 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
   if not (names := [f"'{found}'" for found in nearest(name, valid)]):
     return ""
   return "; did you mean " + " or ".join(filter(None, [", ".join(names[:-1]), names[-1]])) + "?"
+
+
+def nearest_beside(path: Path, pattern: str = "*/") -> str:
+  """`; nearest is runs/base` for a path that does not exist: what is spelt alike in its folder, or nothing."""
+  near = nearest(path.name, sorted(found.name for found in path.parent.glob(pattern)), 1)
+  return f"; nearest is {path.parent / near[0]}" if near else ""
 
 
 class WrongTypeError(Exception):

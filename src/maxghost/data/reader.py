@@ -158,8 +158,9 @@ class TrainIterator(Iterator[Batch]):
     """One line: what this process has read, of which a run may have used a part, and how well it was packed."""
     met = self.counts
     left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
-    line = f"Data read, in whole windows: {met['documents']:,} documents, {met['tokens']:,} tokens; rows filled to "
-    line += f"{self.packing_efficiency:.1%}" + (f"; left out: {left_out}" if left_out else "")
+    line = f"Data read, in whole windows and ahead of training: {met['documents']:,} documents, "
+    line += f"{met['tokens']:,} tokens; rows filled to {self.packing_efficiency:.1%}"
+    line += f"; left out: {left_out}" if left_out else ""
     return line + (f"; cut off by the length of a row: {met['cut']:,}" if met["cut"] else "")
 
   def state(self) -> dict:

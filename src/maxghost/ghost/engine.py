@@ -130,12 +130,15 @@ class GhostEngine:
       state: the optimizer's before this step, such as AdamState, for directions that depend on the optimizer.
       delta: for direction 'second_order', the step's update of the parameters as a State.
 
-    Raises: ValueError for a validation batch that is empty or without weight, for a loss function that returns anything
-      else, and for a missing or needless state or delta.
+    Raises: ValueError for a batch that is no pytree of arrays, a validation batch that is empty or without weight, a
+      missing loss function or one that returns anything else, and a missing or needless state or delta.
     """
-    loss_fn = loss_fn or self.default_loss
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
+    _check_batches(train_batch, val_batches)
+    if loss_fn is None and not hasattr(model, "hidden"):
+      raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
+    loss_fn = loss_fn or self.default_loss
     state = state.rule_state() if isinstance(state, AdamState) else state
     self._check_inputs(val_batches, state, delta)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -264,6 +267,15 @@ def _known(name: str, value: str, choices: Sequence[str]) -> str:
   if value in choices:
     return value
   raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{did_you_mean(value, choices)}")
+
+
+def _check_batches(train_batch, val_batches: tuple) -> None:
+  for name, batch in (("train_batch", train_batch), *(("val_batch", one) for one in val_batches)):
+    leaves = jax.tree.leaves(batch)
+    wrong = [type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")]
+    if wrong or not leaves or not leaves[0].shape:
+      found = wrong[0] if wrong else "a scalar" if leaves else "nothing"
+      raise ValueError(f"{name} must hold arrays with the examples along the first axis; it holds {found}")
 
 
 def _identity(function: Callable):

@@ -15,6 +15,7 @@ import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.files import check_seal
+from maxghost.config.values import nearest_beside
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog import ghostsuite, selection, tokens
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered
@@ -36,7 +37,7 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
   """
   run_dir = Path(run_dir)
   if not run_dir.is_dir():
-    raise ConfigError(f"run_dir={run_dir}: no such folder")
+    raise ConfigError(f"run_dir={run_dir}: no such folder{nearest_beside(run_dir)}")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"
   written = _written(folder)  # before the files are listed: what is written in between is not missed
   shards, lost = _open(folder)

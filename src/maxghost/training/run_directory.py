@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from maxghost import config
 from maxghost.config import Config, ConfigError, ParallelConfig
+from maxghost.config.values import shown
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
@@ -149,7 +150,8 @@ def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
     del refused["steps"]
   if not refused:
     return
-  listed = "; ".join(f"{name}: the run has {before}, the command {now}" for name, (before, now) in refused.items())
+  both = ((name, *map(shown, pair)) for name, pair in refused.items())
+  listed = "; ".join(f"{name}: the run has {before}, the command {now}" for name, before, now in both)
   more = " (steps may only grow)" if "steps" in refused else ""
   raise ConfigError(f"{path} holds a run with another config: {listed}{more}; use these values or another run_name")
 

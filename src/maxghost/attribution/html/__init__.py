@@ -28,7 +28,7 @@ def render(summary: Summary, live_version: str = "") -> str:
   panels = [_panel(summary, part) for part in summary.sets]
   title = f"{summary.name} · maxghost report"
   template = _templates.get_template("report.html")
-  words = {"title": title, "in_all": report_text.IN_ALL}
+  words = {"title": title, "in_all": report_text.IN_ALL, "of_average": report_text.OF_AVERAGE}
   return template.render(**words, live_version=live_version, summary=summary, panels=panels)
 
 
@@ -121,7 +121,7 @@ _templates = jinja2.Environment(
 )
 _FILTERS = (
   *(numbers.compact, numbers.integer, numbers.number, numbers.percent, numbers.plus_minus),
-  *(report_text.headline, report_text.lead, report_text.ledger_sentence),
+  *(report_text.headline, report_text.lead, report_text.ledger_sentence, report_text.loss_of),
   *(report_text.helped_sentence, report_text.hurt_sentence, report_text.in_all_known),
 )
 _templates.filters |= {function.__name__: function for function in _FILTERS}
