@@ -283,7 +283,8 @@ def test_a_ctrl_c_at_any_moment_of_the_start_is_an_answer(command):
   for number in range(8):
     process = command.start(f"run_name=early_{number}")
     caught = 0
-    while not caught & 1:  # the handler of SIGHUP shows that the command has begun
+    while not caught & 1:  # the handler of SIGHUP shows that the command has begun; under nohup it is not set
+      assert process.poll() is None
       status = Path(f"/proc/{process.pid}/status").read_text()
       caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
       time.sleep(0.01)

@@ -123,8 +123,9 @@ def test_a_command_continues_a_converted_checkpoint_with_its_moments(tmp_path, c
   assert train.main([*again, f"load_parameters_path={tmp_path / 'back'}"]) == 2
   assert "leave load_parameters_path empty" in capsys.readouterr().err
   assert not (tmp_path / "again").exists()
-  assert train.main(again) == 0
+  assert train.main([*again, "compiled_trainstep_file=step.pkl"]) == 0
   out = capsys.readouterr().out
+  assert "compiled_trainstep_file=step.pkl is for train_compile" in out
   assert f"Continuing after the 3 steps of {tmp_path / 'back'}, on data read from the start" in out
   before, after = records(tmp_path / "whole")[3:], records(tmp_path / "again")
   assert [record["step"] for record in after] == [3, 4, 5]

@@ -97,6 +97,8 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
     )
     if cfg.ghost.ghost_curvature == "secant":
       lines.append(secant_line(cfg))
+  if file := cfg.parallel.compiled_trainstep_file:
+    lines.append(f"compiled_trainstep_file={file} is for train_compile, which writes it; a run compiles its own step")
   return [*lines, f"run directory: {path}"]
 
 
