@@ -207,7 +207,7 @@ def test_second_order_is_linear_in_the_step(quadratic):
 @pytest.mark.parametrize(
   ("settings", "extra", "message"),
   [
-    ({"direction": "adm"}, {}, "direction=adm.*sgd, adam, path, second_order.*did you mean 'adam'"),
+    ({"direction": "adm"}, {}, "direction=adm.*sgd, adam, path, marginal, second_order.*did you mean 'adam'"),
     ({"direction": "second-order"}, {}, "did you mean 'second_order'"),
     ({"rank": -2}, {}, "^rank=-2.*0 .exact.*positive"),
     ({"direction": "adam"}, {}, "needs state=.*AdamState"),

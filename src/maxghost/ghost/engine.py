@@ -136,11 +136,11 @@ class GhostEngine:
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
     _check_batches(train_batch, val_batches)
+    state = state.rule_state() if isinstance(state, AdamState) else state
+    self._check_inputs(val_batches, state, delta)
     if loss_fn is None and not hasattr(model, "hidden"):
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
     loss_fn = loss_fn or self.default_loss
-    state = state.rule_state() if isinstance(state, AdamState) else state
-    self._check_inputs(val_batches, state, delta)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     identity, held = _identity(loss_fn)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
