@@ -93,9 +93,10 @@ def test_it_is_the_integral_of_the_steps_derivative():
 
 
 def test_entries_without_a_gradient_or_a_history_have_finite_credit():
-  zero = jnp.zeros(3)
-  state = {"first_moment": zero.at[1].set(0.5), "second_moment": zero.at[1].set(0.2)}
-  rule, g = RULE.path(), jnp.array([0.0, 0.0, 2.0])
+  """Nor does the last one, whose square is 0 in float32, divide by a root of 0."""
+  zero = jnp.zeros(4)
+  state = {"first_moment": jnp.array([0, 0.5, 0, 1e-20]), "second_moment": zero.at[1].set(0.2)}
+  rule, g = RULE.path(), jnp.array([0.0, 0.0, 2.0, 1e-20])
   response = rule.response(optimizers.Parameter("w"), g, state, rule.scalars(4, 1.0))
   frozen = RULE.response(optimizers.Parameter("w"), g, state, rule.scalars(4, 1.0))
   np.testing.assert_allclose(response.factor, frozen.factor, rtol=1e-6)
@@ -150,6 +151,15 @@ def second_step(run, gradients):
   return before, out, after, documents, rows, gradients(at, rows), gradients(at, VALIDATION)
 
 
+def assert_contributions(out, documents, rows, dots_N, tolerance: float):
+  """Of the N documents at (row, segment), from their products <sum of gradients, u>; all other places are 0."""
+  scale = float(out["clip_factor"]) * float(out["learning_rate"]) / oracles.token_counts(rows).sum()
+  expected = np.zeros(out["contribution_BSK"].shape[:2])
+  for (row, segment), dot in zip(documents, dots_N, strict=True):
+    expected[row, segment - 1] = scale * dot
+  assert oracles.relative_error(out["contribution_BSK"][..., 0], expected) < tolerance
+
+
 @pytest.mark.parametrize(
   "changes",
   [
@@ -168,10 +178,7 @@ def test_the_train_step_scores_documents_alone_and_its_account_closes(changes, g
   scored = [k for k in g if not ("ghost_exclude" in changes and "norm" in k)]
   u = {k: secant(G[k], g[k], before.first[k], before.second[k], **constants)[0] for k in scored}
   dots_N = sum(oracles.dots({k: g_N[k] for k in scored}, u).values())
-  expected = np.zeros(out["contribution_BSK"].shape[:2])
-  for (row, segment), dot in zip(documents, dots_N, strict=True):
-    expected[row, segment - 1] = lr * kappa * dot / oracles.token_counts(rows).sum()
-  assert oracles.relative_error(out["contribution_BSK"][..., 0], expected) < 1e-7  # m is kept in float32
+  assert_contributions(out, documents, rows, dots_N, 1e-7)  # m is kept in float32
   drop = -sum(float((G[k] * (after.params[k] - v)).sum()) for k, v in before.params.items())
   columns = [float(out[name][0]) for name in COLUMNS]
   size = sum(map(abs, columns))

@@ -53,8 +53,8 @@ def _fold_in(key, count: int):
 def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):
   """Additive sketches f32[M, R, n(, T)] of the batch, one block for each scored parameter and layer.
 
-  twin: of `SPEC` and one validation set. `jax.vmap` over the R directions keeps the
-  program small, and runs passes that do not depend on a direction once.
+  twin: of `SPEC` and one validation set. `jax.vmap` over the R directions keeps the program small, and runs passes that
+  do not depend on a direction once.
   """
 
   def one(key):

@@ -129,7 +129,7 @@ class AdamWPath(AdamW):
 
   def _factor(self, g, resting, share, root0, root, size):
     """P_t at the clipped gradient g. size: AdamW's own response. share: (1 - b2) / (1 - b2^t). root, root0: R, R0."""
-    growth = share * g / jnp.maximum(root + root0, jnp.finfo(g.dtype).tiny)  # (root - root0) / g
+    growth = _over(share * g, root + root0)  # (root - root0) / g
     return size - resting * growth / (root + self.eps)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
@@ -149,8 +149,13 @@ class AdamWMarginal(AdamWPath):
 
   def _factor(self, g, resting, share, root0, root, size):
     moved = resting * (root0 + self.eps) / (root + self.eps) + size * g
-    growth = share * g / jnp.maximum(root, jnp.finfo(g.dtype).tiny)
+    growth = _over(share * g, root)  # dR/dg
     return size - moved * growth / (root + self.eps)
+
+
+def _over(x, roots):
+  """x / roots; 0 where the squares under the roots are too small for their dtype: R is then far below eps."""
+  return jnp.where(roots > 0, x / jnp.where(roots > 0, roots, 1), 0)
 
 
 @jax.tree_util.register_dataclass
