@@ -34,18 +34,32 @@ def reference_logits(values: dict, model_config, tokens_BT, positions_BT, segmen
 
 
 def _document_logits(values, cfg, tokens, positions):
-  layer = "decoder/layers/"
+  return head_logits(document_hidden(values, cfg, tokens, positions), values, cfg)
+
+
+def document_hidden(values, cfg, tokens, positions):
+  """The output of the last layer, before the final norm, float64 [T, D]."""
   x_TD = values["token_embedder/embedding"][tokens]
   for i in range(cfg.base_num_decoder_layers):
-    y_TD = _rms(x_TD, values[layer + "pre_self_attention_layer_norm/scale"][i], cfg)
-    weights = {name: values[f"{layer}self_attention/{name}/kernel"][i] for name in ("query", "key", "value", "out")}
-    x_TD = x_TD + _attention(y_TD, positions, weights, cfg)
-    y_TD = _rms(x_TD, values[layer + "post_self_attention_layer_norm/scale"][i], cfg)
-    h_TF = 1.0
-    for j, name in enumerate(cfg.mlp_activations):
-      branch = "wi" if len(cfg.mlp_activations) == 1 else f"wi_{j}"
-      h_TF = h_TF * ACTIVATIONS[name](y_TD @ values[f"{layer}mlp/{branch}/kernel"][i])
-    x_TD = x_TD + h_TF @ values[layer + "mlp/wo/kernel"][i]
+    layer = {label: v[i] for label, v in values.items() if label.startswith("decoder/layers/")}
+    x_TD = layer_output(x_TD, layer, "decoder/layers/", positions, cfg)
+  return x_TD
+
+
+def layer_output(x_TD, values, layer: str, positions, cfg):
+  """One layer. layer: what the names of its weights begin with."""
+  y_TD = _rms(x_TD, values[layer + "pre_self_attention_layer_norm/scale"], cfg)
+  weights = {name: values[f"{layer}self_attention/{name}/kernel"] for name in ("query", "key", "value", "out")}
+  x_TD = x_TD + _attention(y_TD, positions, weights, cfg)
+  y_TD = _rms(x_TD, values[layer + "post_self_attention_layer_norm/scale"], cfg)
+  h_TF = 1.0
+  for j, name in enumerate(cfg.mlp_activations):
+    branch = "wi" if len(cfg.mlp_activations) == 1 else f"wi_{j}"
+    h_TF = h_TF * ACTIVATIONS[name](y_TD @ values[f"{layer}mlp/{branch}/kernel"])
+  return x_TD + h_TF @ values[layer + "mlp/wo/kernel"]
+
+
+def head_logits(x_TD, values, cfg):
   x_TD = _rms(x_TD, values["decoder/decoder_norm/scale"], cfg)
   if cfg.logits_via_embedding:
     return x_TD @ values["token_embedder/embedding"].T

@@ -273,6 +273,7 @@ def test_ctrl_c_while_the_commands_are_imported_is_no_traceback():
         if name == "maxghost.config":
           os.kill(os.getpid(), signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits none
     sys.meta_path.insert(0, Interrupts())
     __main__.main()
   """

@@ -142,6 +142,20 @@ def experts(v: Values) -> Iterator[str]:
     yield f"{v['load_balance_loss_weight']} balances experts, but num_experts=1; use load_balance_loss_weight=0.0"
 
 
+def multi_token(v: Values) -> Iterator[str]:
+  if not (given := v.mtp_num_layers and v["mtp_num_layers"]):
+    return
+  if v.objective not in (able := ("next_token", "sft")):
+    instead = f"mtp_num_layers=0, or objective={' or '.join(able)}"
+    yield f"{given} predicts text, which {v['objective']} does not; use {instead}"
+  if v.use_qk_clip:
+    yield f"{given} adds layers that {v['use_qk_clip']} would not clip; use one of the two"
+  if v.lora_rank:
+    yield f"{given} adds modules that {v['lora_rank']} would not train; use mtp_num_layers=0"
+  if v.mtp_num_layers >= v.max_target_length:
+    yield f"{given} looks further than a row of {v['max_target_length']}; use {v.max_target_length - 1} or less"
+
+
 def segments(v: Values) -> Iterator[str]:
   if not (levels := v.segment_lengths):
     return
@@ -371,6 +385,7 @@ def scoring(v: Values) -> Iterator[str]:
     "unstacked": (not v.scan_layers, "scan_layers", "true"),
     "qk_clip": (v.ghost_enabled and v.use_qk_clip, "use_qk_clip", "false"),
     "balance": (v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
+    "further_tokens": (v.ghost_enabled and v.mtp_num_layers > 0, "mtp_num_layers", "0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
@@ -446,8 +461,8 @@ def given_model(v: Values) -> Iterator[str]:
 
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
-  heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, segments, offloading, mixture,
-  processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, distillation,
+  heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, multi_token, segments, offloading,
+  mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, distillation,
   validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
 ]  # fmt: skip
 

@@ -30,7 +30,7 @@ _PACKING = ("quantization_config", "compression_config")
 _HOW_COMPUTED = frozenset({
   "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "attention",
   "scan_layers", "remat_policy", "segment_lengths", "offload_to_host", "z_loss_multiplier",
-  "num_vocab_tiling", "vocab_tiling_axis", "load_balance_loss_weight", "sparse_matmul",
+  "num_vocab_tiling", "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight", "sparse_matmul",
 })  # fmt: skip
 _SCALING = {
   "llama3.1": {*_LLAMA3, "original_max_position_embeddings"},

@@ -44,11 +44,13 @@ class Hidden:
 
   routing: in a model with experts (`moe.no_routing`). peaks_BLH: with use_qk_clip, the largest attention logit of each
   row, layer and query head; layers write from the end, so that after L layers it holds them in order.
+  embedded_BTD: after the last layer of a model with further predictions (`multi_token`), the input of the first.
   """
 
   x_BTD: Any
   routing: dict[str, Any] | None = None
   peaks_BLH: Any = None
+  embedded_BTD: Any = None
 
 
 def linear(

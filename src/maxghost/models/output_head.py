@@ -32,7 +32,7 @@ class OutputHead(nnx.Module):
   """Norm, projection and soft cap of a model, built from its own layers on demand, without parameter paths of its own.
 
   norm: None for hidden states that are already normalized. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap); 0
-  or None: no cap.
+  or None: no cap. Hidden states may have an axis of several predictions, [B, T, C, D]; so have the results then.
   """
 
   def __init__(self, norm: nnx.Module | None, projection: TiedTable | OutputProjection, soft_cap: float | None = None):
@@ -42,7 +42,8 @@ class OutputHead(nnx.Module):
     """float32 or wider [B, T, V]."""
     x_BTD, projection = self._normed(hidden), self.projection
     logits_BTV = projection.attend(x_BTD) if isinstance(projection, TiedTable) else projection(x_BTD)
-    logits_BTV = constrain(logits_BTV, ("activation_batch", "activation_length", "activation_vocab"), "logits")
+    names = "activation_batch", "activation_length", *[None] * (logits_BTV.ndim - 3), "activation_vocab"
+    logits_BTV = constrain(logits_BTV, names, "logits")
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     return logits_BTV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_BTV / self.soft_cap)
 

@@ -71,6 +71,12 @@ def run(
   return x
 
 
+def run_once(layer: nnx.Module, remat_policy: str, *args):
+  """layer(*args) of a layer that is not stacked, by its remat policy."""
+  graphdef, state = nnx.split(layer)
+  return remat(lambda state, *args: nnx.merge(graphdef, state)(*args), remat_policy)(state, *args)
+
+
 def remat(function: Callable, policy: str) -> Callable:
   """`function` under jax.checkpoint with the named policy; unchanged for 'none'."""
   if policy == "none":

@@ -3,6 +3,7 @@
 B batch, T positions, D embed dim, V vocabulary, L layers.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from maxghost.config.schema import Config, ModelConfig
 from maxghost.models import moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
 from maxghost.models.layers import HIDDEN, Hidden, linear, norm
+from maxghost.models.multi_token import MultiTokenBlock
 from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
 from maxghost.parallel.shardings import constrain
 
@@ -53,10 +55,9 @@ class Decoder(nnx.Module):
         segment_lengths=self.segment_lengths,
       )
     for i in range(self.num_layers):
-      graphdef, state = nnx.split(getattr(self, f"layers_{i}"))
-      layer = stack.remat(lambda state, *args, graphdef=graphdef: nnx.merge(graphdef, state)(*args), self.remat_policy)
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-      hidden = layer(state, hidden, positions_BT, segment_ids_BT, key)
+      layer = getattr(self, f"layers_{i}")
+      hidden = stack.run_once(layer, self.remat_policy, hidden, positions_BT, segment_ids_BT, key)
     return hidden
 
 
@@ -77,7 +78,7 @@ class Transformer(nnx.Module):
 
   `model(tokens_BT, positions_BT=None, segment_ids_BT=None, dropout_key=None)` -> float32 logits [B, T, V] (float64
   when the compute dtype is). positions default to 0..T-1; segment ids of equal value attend to each other; dropout
-  acts only when a key is given.
+  acts only when a key is given. mtp_block: the modules of multi-token prediction, which only the loss calls, or None.
   """
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
@@ -88,6 +89,7 @@ class Transformer(nnx.Module):
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
     self.soft_cap = cfg.final_logits_soft_cap
+    self.mtp_block = MultiTokenBlock(cfg, rngs=rngs) if cfg.mtp_num_layers else None
     self.peaks = (cfg.base_num_decoder_layers, cfg.base_num_query_heads) if cfg.use_qk_clip else None
 
   @property
@@ -100,10 +102,12 @@ class Transformer(nnx.Module):
     return self.logits(self.hidden(tokens_BT, positions, segment_ids, dropout_key))
 
   def hidden(self, tokens_BT, positions_BT=None, segment_ids_BT=None, dropout_key=None) -> Hidden:
-    """Output of the last layer: hidden states before the final norm, and the routing of experts."""
+    """Output of the last layer, before the final norm."""
     if positions_BT is None:
       positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
-    return self.decoder(self.embed(tokens_BT, positions_BT), positions_BT, segment_ids_BT, dropout_key)
+    embedded = self.embed(tokens_BT, positions_BT)
+    hidden = self.decoder(embedded, positions_BT, segment_ids_BT, dropout_key)
+    return hidden if self.mtp_block is None else dataclasses.replace(hidden, embedded_BTD=embedded.x_BTD)
 
   def embed(self, tokens_BT, positions_BT) -> Hidden:
     """Input of the first layer."""

@@ -134,6 +134,15 @@ class StagedLoss(Objective):
     """The last argument of layer `index`."""
     return None
 
+  @property
+  def passes_embedded(self) -> bool:
+    """Whether the head reads the output of `embed` too, which `joined` then adds to its input."""
+    return False
+
+  def joined(self, embedded, x) -> Any:
+    """The head's input, from the outputs of `embed` and of the last layer."""
+    return x
+
   @abc.abstractmethod
   def head(self, model, x, batch) -> tuple[Any, Any]:
     """(losses, weights) from the output x of the last layer."""

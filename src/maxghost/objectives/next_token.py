@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxghost.config import Config
 from maxghost.models.layers import Hidden
+from maxghost.objectives import multi_token
 from maxghost.objectives.base import StagedLoss
 from maxghost.objectives.cross_entropy import token_losses
 from maxghost.objectives.tiled import Head
@@ -23,7 +24,7 @@ class LanguageModelLoss(StagedLoss):
   A token whose targets_segmentation is not 0 has the weight `targets_weights`, or 1 in a batch without weights.
   dropout_key: None turns dropout off. load_balance_loss_weight: factor of each token's share of the load-balancing
   loss, which is added to the token's loss. num_tiles > 1: computes the logits by tiles of the tokens or of the
-  vocabulary (`tile_axis`).
+  vocabulary (`tile_axis`). mtp_weight: of the losses of further tokens (`multi_token`).
   """
 
   name = "next_token"
@@ -33,12 +34,14 @@ class LanguageModelLoss(StagedLoss):
   load_balance_loss_weight: float = 0.0
   num_tiles: int = 1
   tile_axis: str = "tokens"
+  mtp_weight: float = 0.0
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
     model = cfg.model
     tiles = model.num_vocab_tiling, model.vocab_tiling_axis
-    return cls(model.z_loss_multiplier, None, model.load_balance_loss_weight, *tiles)
+    mtp_weight = model.mtp_loss_scaling_factor if model.mtp_num_layers else 0.0
+    return cls(model.z_loss_multiplier, None, model.load_balance_loss_weight, *tiles, mtp_weight)
 
   def __call__(self, model, batch):
     return self.measured(model, batch)[:2]
@@ -66,16 +69,16 @@ class LanguageModelLoss(StagedLoss):
     }
 
   def reported(self, loss, metrics: dict) -> dict:
-    """Adds lm_loss, the loss without the load-balancing term, for a model with experts."""
-    if "moe_lb_loss" not in metrics:
-      return metrics
-    return metrics | {"lm_loss": loss - self.load_balance_loss_weight * metrics["moe_lb_loss"]}
+    """Adds lm_loss, the loss of the next token alone, where the loss has more terms."""
+    more = {"moe_lb_loss": self.load_balance_loss_weight, "mtp_loss": self.mtp_weight}
+    terms = [weight * metrics[name] for name, weight in more.items() if name in metrics]
+    return metrics | {"lm_loss": loss - sum(terms)} if terms else metrics
 
   def training(self, dropout_key) -> Self:
     return dataclasses.replace(self, dropout_key=dropout_key)
 
   def validation(self) -> Self:
-    return dataclasses.replace(self, dropout_key=None, load_balance_loss_weight=0.0)
+    return dataclasses.replace(self, dropout_key=None, load_balance_loss_weight=0.0, mtp_weight=0.0)
 
   def evaluation(self) -> Self:
     return dataclasses.replace(self.validation(), z_loss_multiplier=0.0)
@@ -94,10 +97,25 @@ class LanguageModelLoss(StagedLoss):
   def layer_key(self, index):
     return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)
 
+  @property
+  def passes_embedded(self):
+    return self.mtp_weight > 0
+
+  def joined(self, embedded: Hidden, x: Hidden):
+    return dataclasses.replace(x, embedded_BTD=embedded.x_BTD)
+
   def head(self, model, x: Hidden, batch):
-    weights_BT = self.weights(batch)
-    losses_BT = self.balanced(x, self.cross_entropy(model, x, batch["targets"], weights_BT.astype(float)))
-    return losses_BT, weights_BT.astype(losses_BT.dtype)
+    return self.measured_head(model, x, batch)[:2]
+
+  def measured_head(self, model, x: Hidden, batch):
+    weights_BT, metrics = self.weights(batch), self.metrics(x, batch)
+    if self.mtp_weight:
+      losses_BT, x, found = multi_token.combined(self, model, x, batch, weights_BT)
+      metrics |= found
+    else:
+      losses_BT = self.cross_entropy(model, x, batch["targets"], weights_BT.astype(float))
+    losses_BT = self.balanced(x, losses_BT)
+    return losses_BT, weights_BT.astype(losses_BT.dtype), metrics
 
   def cross_entropy(self, model, x: Hidden, targets_BT, weights_BT=None):
     """Of each token, [B, T] in nats, by tiles if there are any. weights_BT: expected weights, as in `tiled_losses`."""

@@ -361,7 +361,8 @@ class Step:
 
   def _in_head(self, table: Held) -> Rows:
     """Carries, logits and the head's gradient."""
-    m, n, d, c = self.model, self.tokens, self.embed, self.compute
+    m, d, c, further = self.model, self.embed, self.compute, self.model.mtp_num_layers
+    n, modules = self.tokens * (1 + further), f"of the {further} modules of multi-token prediction"
     vocab, tiles = self.device.part(m.vocab_size, "activation_vocab"), m.num_vocab_tiling
     carries, why = self._layer_runs()[0]
     tile = "logits" if tiles == 1 else f"one of {tiles} tiles of the logits"
@@ -378,9 +379,12 @@ class Step:
       hidden = [Tensor((n, d), c, "last hidden states"), Tensor((n, d), wide, "sum of their gradient over the blocks")]
     elif tiles > 1 and table.dtype != wide:
       head.append(Tensor(table.shape, wide, "sum of the output table's gradient over the tiles"))
+    if further:
+      hidden += [Tensor((further, self.tokens, w), t, f"{what} {modules}") for what, w, t in self._kept_per_token()]
+      hidden += [Tensor((further, self.tokens, 3 * d), c, f"inputs {modules}"), *self._working()]
     return {
       "gradients": head,
-      CARRIES: [Tensor((carries, n, d), c, why)],
+      CARRIES: [Tensor((carries, self.tokens, d), c, why)],
       WITHIN: hidden,
       "logits": [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")],
     }

@@ -25,6 +25,7 @@ SCALARS = {
   "learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning/param_norm": "param_norm",
   "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
   "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
+  "learning/mtp_loss": "mtp_loss",
 }  # fmt: skip
 SAMPLE = "sample/text"  # a text of the model, the only metric that is not a number
 
@@ -54,7 +55,7 @@ def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") 
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
   record |= {name: float(value) for name, value in outputs.items() if "/" in name}
   if plugins.OBJECTIVES[objective].perplexity:
-    record["learning/perplexity"] = _perplexity(record["learning/loss"])
+    record["learning/perplexity"] = _perplexity(record.get("learning/lm_loss", record["learning/loss"]))
   weights = float(outputs["tokens"])
   record["learning/total_weights"] = int(weights) if weights.is_integer() else weights
   if "max_logits_LH" in outputs:

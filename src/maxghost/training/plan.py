@@ -47,13 +47,15 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   mlp_weights = (len(model.mlp_activations) + 1) * d * width * model.num_experts_per_tok
   mlp_weights += d * model.num_experts if model.num_experts > 1 else 0
   layers = model.base_num_decoder_layers
-  per_token = layers * (attention_weights + mlp_weights) + d * model.vocab_size
+  further = model.mtp_num_layers  # each a layer, a projection and the output head
+  per_token = (layers + further) * (attention_weights + mlp_weights) + (1 + further) * d * model.vocab_size
+  per_token += further * 2 * d * d
   tokens = num_rows * row_length
   keys = {"global": row_length / 2, "local_sliding": min(model.sliding_window_size, row_length)}
   keys["local_sliding"] -= keys["local_sliding"] ** 2 / (2 * row_length)
   seen = sum(keys[kind] for kind in model.attention_type) / len(model.attention_type)
   scores_and_values = 2 * 2 * seen * heads * h
-  return StepFlops(3.0 * 2 * per_token * tokens, 3.0 * layers * scores_and_values * tokens)
+  return StepFlops(3.0 * 2 * per_token * tokens, 3.0 * (layers + further) * scores_and_values * tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -234,11 +234,11 @@ def make_scorer(
   cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1
 ) -> Scorer:
   """graphdef: of the train state. batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
-  ghost, loss = cfg.ghost, create(cfg).validation()
+  ghost, objective = cfg.ghost, create(cfg)
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
   twin = prepare_twin(
-    model, micro, loss, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
+    model, micro, objective, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
     spec=direction_spec(cfg, ghost.direction, ghost.ghost_rank, ghost.curvature), exclude=excluded(cfg, model),
     schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
   )  # fmt: skip
@@ -246,7 +246,7 @@ def make_scorer(
   # scores leave of the path is in the direction residual.
   along = ghost.direction in plugins.OF_STEP
   rule = optimizers.direction_rule(cfg.optimizer, "path") if along else optimizers.create(cfg.optimizer)
-  return Scorer(cfg, loss, rule, twin, graphdef, num_segments)
+  return Scorer(cfg, objective.validation(), rule, twin, graphdef, num_segments)
 
 
 def run(problem: Problem, train_state: TrainStateNNX) -> Scored:

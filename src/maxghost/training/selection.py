@@ -20,6 +20,7 @@ from maxghost.config.schema import Config
 from maxghost.ghost import schedules, sketch
 from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.schedules import Model, Problem, Scored, passes
+from maxghost.objectives import create
 from maxghost.optimizers import by_label, learning_rate_schedule
 from maxghost.training import scoring
 from maxghost.training.devices import num_chosen
@@ -190,7 +191,7 @@ def make_selector(
   if cfg.ghost.ghost_select == "greats":
     exclude = scoring.excluded(cfg, model)
     options = {"num_sets": 1, "num_positions": None, "spec": sketch.SPEC, "exclude": exclude}
-    twin = prepare_twin(model, shapes, scorer.loss, **options)
+    twin = prepare_twin(model, shapes, create(cfg), **options)
   return Selector(**vars(scorer), candidates=candidates, sketch=twin, num_candidates=rows, num_chosen=k)
 
 

@@ -41,14 +41,15 @@ def run(problem: Problem) -> Scored:
   segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
   vals = tuple(Rows(layers, *rows) for rows in zip(val_losses, problem.val_batches, strict=True))
   train = Rows(layers, loss, batch, probed=True)
-  kept_K, hidden_K, _ = zip(*map(_forward, vals), strict=True)
+  kept_K, hidden_K, *_ = zip(*map(_forward, vals), strict=True)
   val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull, _ in val_heads]
-  boundaries, hidden, links = _forward(train)
+  boundaries, hidden, links, part = _forward(train)
   against = extrapolated(problem.secant, [by_label(g) for g, *_ in head_gradients])
   parts, _ = direction_parts(layers.outer, against, state, layers.scalars)
   value, pull, (losses, weights, metrics) = _head(train, mean_loss, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
+  beside, cotangent = part(cotangent)
   below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
   found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
   outer_gradients = [
@@ -57,7 +58,8 @@ def run(problem: Problem) -> Scored:
   ]
   against = extrapolated(problem.secant, [by_label(g) for g in outer_gradients])
   parts, shares = direction_parts(layers.outer, against, state, layers.scalars)
-  embed_grads, embed_probes = _embed(train, cotangents.train, links, parts)
+  embedded = cotangents.train if beside is None else jax.tree.map(jnp.add, cotangents.train, beside)
+  embed_grads, embed_probes = _embed(train, embedded, links, parts)
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
@@ -77,16 +79,27 @@ def run(problem: Problem) -> Scored:
 
 
 def _forward(rows: Rows):
-  """(`Kept` of all layers, or the inputs of all segments; hidden states for the head; links of tied tables)."""
+  """(`Kept` of all layers, or the inputs of all segments; input of the head; links of tied tables; part).
+
+  part: parts the cotangent of the head's input into those of the outputs of `embed`, or None, and of the last layer.
+  """
   layers, vjp, ghost = rows.layers, rows.vjp, ()
   # The directions are not known yet; the forward pass does not depend on them.
   model = layers.probed if rows.probed else layers.plain
   x = rows.loss.embed(model, rows.batch)
-  links = _links(model)
+  links, embedded = _links(model), x
+
+  def joined(x):
+    if not rows.loss.passes_embedded:
+      return x, lambda cotangent: (None, cotangent)
+    return jax.vjp(rows.loss.joined, embedded, x)
+
   if vjp is None:
     lengths = layers.problem.settings.segment_lengths
     keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
-    return *inputs(rows, x, layers.stacked(), lengths, keep), links
+    kept, x = inputs(rows, x, layers.stacked(), lengths, keep)
+    x, part = joined(x)
+    return kept, x, links, part
   if rows.probed:
     one = [layers.labelled(jax.tree.map(lambda x: x[0], layers.params))] * layers.twin.num_sets
     shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
@@ -98,7 +111,8 @@ def _forward(rows: Rows):
     return value, Kept(x, saved)
 
   x, kept = jax.lax.scan(body, x, layers.stacked())
-  return kept, x, links
+  x, part = joined(x)
+  return kept, x, links, part
 
 
 def _head(rows: Rows, mean: Callable, x, links: dict | None = None, parts: dict | None = None):
