@@ -111,7 +111,7 @@ def test_random_changes_are_mostly_valid():
     seen.append(try_replace(changed) is not None)
 
   collect()
-  assert sum(seen) > 0.7 * len(seen)
+  assert sum(seen) > 0.65 * len(seen)
 
 
 def test_defaults_base_file_and_sparse_file_agree(tmp_path):
@@ -206,7 +206,7 @@ def test_values_take_the_type_of_their_key(tmp_path):
       f"(command line) holds silo, which is not one of {choices_of('mlp_activations')}; did you mean 'silu'?",
     ),
     ("stepz=5", "unknown key 'stepz' (command line); did you mean 'steps'?"),
-    ("layers=5", "did you mean 'scan_layers' or 'base_num_decoder_layers'?"),
+    ("layers=5", "did you mean 'scan_layers', 'base_num_decoder_layers' or 'mtp_num_layers'?"),
     ("Steps=5", "unknown key 'Steps' (command line); did you mean 'steps'?"),
     ("adam_b3=5", "unknown key 'adam_b3' (command line); did you mean 'adam_b1' or 'adam_b2'?"),
     ("qqq=5", "unknown key 'qqq' (command line)"),

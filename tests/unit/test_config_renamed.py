@@ -137,7 +137,7 @@ def test_a_maxtext_key_that_asks_for_nothing_is_accepted(text, tmp_path):
     ("fused_qkv=true", "'fused_qkv' (command line) is a MaxText key that maxghost does not have"),
     ("num_epoch=3", "'num_epoch' (command line) is a MaxText key that maxghost does not have; use steps"),
     ("hf_train_files=x", "does not have; use dataset_files"),
-    ("mtp_loss_scaling_factor=0.9", "is a MaxText key that maxghost does not have"),
+    ("mtp_eval_target_module=1", "is a MaxText key that maxghost does not have"),
     ("ici_diloco_parallelism=2", "is a MaxText key that maxghost does not have"),
   ],
 )

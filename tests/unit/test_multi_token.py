@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import oracles
 import pytest
@@ -214,3 +215,14 @@ def test_checkpoints_convert_and_a_missing_module_is_named(tmp_path):
     load_tree(tmp_path / "plain", trees[True], say=lambda _: None)
   with pytest.raises(LayoutError, match=r"has mtp_block/mtp_layer_1/.*unknown to the model"):
     load_tree(tmp_path / "linen", trees[False], say=lambda _: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["context 4 x data 2", "fsdp 4 x tensor 2"])
+@pytest.mark.parametrize(
+  "keys", [{}, {"ghost_schedule": "reverse_scan", "num_vocab_tiling": 2} | TIED], ids=["", "walk"]
+)
+def test_a_mesh_gives_the_numbers_of_one_device(name, keys):
+  """Further tokens may lie on the next device of the context axis."""
+  changes = {"remat_policy": "none"} | KEYS | keys
+  meshes.assert_same(meshes.run(meshes.MESHES[name], **changes), meshes.run({}, **changes))

@@ -105,9 +105,9 @@ class ModelConfig:
   offload_to_host: tuple[str, ...] = key((), choices=("weights", "optimizer", "carries"))
   z_loss_multiplier: float = key(0.0, minimum=0.0)
   final_logits_soft_cap: float = key(0.0, minimum=0.0)
-  num_vocab_tiling: int = key(1, minimum=1)
   mtp_num_layers: int = key(0, minimum=0, maximum=64)
   mtp_loss_scaling_factor: float = key(0.1, minimum=1e-6)
+  num_vocab_tiling: int = key(1, minimum=1)
   vocab_tiling_axis: str = key("tokens", choices=("tokens", "vocab"))
 
   @property
