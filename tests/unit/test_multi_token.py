@@ -170,6 +170,18 @@ def test_path_credit_adds_up(schedule, keys):
     assert out["predicted_examples"][0] != 0
 
 
+def test_the_loss_of_the_next_token_stands_apart():
+  """Also with experts, whose load-balancing loss counts the modules' routers."""
+  cfg = tiny.make_config(**routed.MIXTRAL, load_balance_loss_weight=0.3, **KEYS, **WIDE)
+  objective = objectives.create(cfg)
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    graphdef, state = nnx.split(tiny.make_model(cfg))
+    both = lambda state: [f(nnx.merge(graphdef, state), BATCH) for f in (objective.measured, objective.validation())]  # noqa: E731
+    (losses_BT, weights_BT, metrics), (next_BT, _) = jax.tree.map(np.asarray, jax.jit(both)(state))
+  loss, wanted = ((x_BT * weights_BT).sum() / weights_BT.sum() for x_BT in (losses_BT, next_BT))
+  assert objective.reported(loss, metrics)["lm_loss"] == pytest.approx(wanted, rel=1e-12)
+
+
 def test_micro_batches_add_up_to_the_whole():
   whole, parts = (Run(**WIDE, **KEYS, gradient_accumulation_steps=m, per_device_batch_size=7 // m) for m in (1, 7))
   first, second = whole.step(BATCH), parts.step(BATCH)

@@ -111,7 +111,7 @@ class LanguageModelLoss(StagedLoss):
     weights_BT, metrics = self.weights(batch), self.metrics(x, batch)
     if self.mtp_weight:
       losses_BT, x, found = multi_token.combined(self, model, x, batch, weights_BT)
-      metrics |= found
+      metrics |= found | {k: v for k, v in self.metrics(x, batch).items() if k == "moe_lb_loss"}
     else:
       losses_BT = self.cross_entropy(model, x, batch["targets"], weights_BT.astype(float))
     losses_BT = self.balanced(x, losses_BT)
