@@ -142,6 +142,8 @@ def test_bfloat16_compute_with_float32_weights_computes_in_bfloat16():
 
 # One other value for each key of the section; a key that is added needs a line here.
 OTHER = {
+  "mtp_num_layers": 2,
+  "mtp_loss_scaling_factor": 0.3,
   "attn_logits_soft_cap": 3.0,
   "final_logits_soft_cap": 30.0,
   "base_emb_dim": 22,
@@ -202,7 +204,7 @@ NEEDS = {
   "attention_type": {"sliding_window_size": 4, "attention_type": ("local_sliding", "global", "global"),
                      "inhomogeneous_layer_cycle_interval": 3},
   "sliding_window_size": {"attention_type": ("local_sliding",), "sliding_window_size": 4},
-  "norm_topk_prob": EXPERTS, "sparse_matmul": EXPERTS,
+  "norm_topk_prob": EXPERTS, "sparse_matmul": EXPERTS, "mtp_loss_scaling_factor": {"mtp_num_layers": 1},
 }  # fmt: skip
 # Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
 # of training; by a tiled head; by the train step.
