@@ -32,9 +32,7 @@ def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
       parts[key.removeprefix(start)] = (key, "+.5f")
     for label, (key, form) in parts.items():
       part = f", {label}: {(value := record.get(key, math.nan)):{form}}"
-      if len(line + part) > MAX_STEP_LINE:
-        break
-      line += part if math.isfinite(value) else ""
+      line += part if math.isfinite(value) and len(line + part) <= MAX_STEP_LINE else ""
   return line
 
 
