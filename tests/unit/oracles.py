@@ -48,10 +48,10 @@ def document_hidden(values, cfg, tokens, positions):
 
 def layer_output(x_TD, values, layer: str, positions, cfg):
   """One layer. layer: what the names of its weights begin with."""
-  y_TD = _rms(x_TD, values[layer + "pre_self_attention_layer_norm/scale"], cfg)
+  y_TD = rms(x_TD, values[layer + "pre_self_attention_layer_norm/scale"], cfg)
   weights = {name: values[f"{layer}self_attention/{name}/kernel"] for name in ("query", "key", "value", "out")}
   x_TD = x_TD + _attention(y_TD, positions, weights, cfg)
-  y_TD = _rms(x_TD, values[layer + "post_self_attention_layer_norm/scale"], cfg)
+  y_TD = rms(x_TD, values[layer + "post_self_attention_layer_norm/scale"], cfg)
   h_TF = 1.0
   for j, name in enumerate(cfg.mlp_activations):
     branch = "wi" if len(cfg.mlp_activations) == 1 else f"wi_{j}"
@@ -60,13 +60,13 @@ def layer_output(x_TD, values, layer: str, positions, cfg):
 
 
 def head_logits(x_TD, values, cfg):
-  x_TD = _rms(x_TD, values["decoder/decoder_norm/scale"], cfg)
+  x_TD = rms(x_TD, values["decoder/decoder_norm/scale"], cfg)
   if cfg.logits_via_embedding:
     return x_TD @ values["token_embedder/embedding"].T
   return x_TD @ values["decoder/logits_dense/kernel"]
 
 
-def _rms(x_TD, scale_D, cfg):
+def rms(x_TD, scale_D, cfg):
   return x_TD / np.sqrt(np.mean(x_TD**2, -1, keepdims=True) + cfg.normalization_layer_epsilon) * scale_D
 
 

@@ -21,8 +21,10 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import config, models, objectives
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.interop.convert import convert
+from maxghost.interop.hf_checkpoint import export_model
 from maxghost.interop.load_tree import load_tree
 from maxghost.models.layers import Hidden
+from maxghost.training import plan
 from maxghost.training.state import to_tree
 
 DEPTHS, WEIGHT = 2, 0.7
@@ -52,7 +54,7 @@ def by_numpy(values: dict, cfg, tokens, targets) -> tuple[float, float]:
       prefix = f"mtp_block/mtp_layer_{depth}/mtp_{depth}_"
       embedded_TD = values["token_embedder/embedding"][tokens[depth:]]
       normed = [
-        oracles._rms(x_TD, values[f"{prefix}{name}_norm/scale"], cfg)
+        oracles.rms(x_TD, values[f"{prefix}{name}_norm/scale"], cfg)
         for name, x_TD in (("embedding", embedded_TD), ("hidden_state", hidden_TD[: len(embedded_TD)]))
       ]
       x_TD = np.concatenate(normed, 1) @ values[f"{prefix}projection/kernel"]
@@ -189,6 +191,14 @@ def test_micro_batches_add_up_to_the_whole():
     assert first[name] == pytest.approx(second[name], rel=1e-12)
 
 
+def test_flops_count_every_matrix_as_often_as_it_is_used():
+  cfg = tiny.make_config(**KEYS)
+  shapes = tiny.abstract_by_label(nnx.merge(*tiny.abstract_split(cfg)))
+  uses = {label: 1 for label in shapes if label.endswith("kernel")} | {"decoder/logits_dense/kernel": 1 + DEPTHS}
+  elements = sum(count * shapes[label].size for label, count in uses.items())
+  assert plan.step_flops(cfg.model, 7, 13).weights == 6 * 7 * 13 * elements
+
+
 def test_modules_come_after_the_weights_of_the_model():
   """The rest of the model begins as it does without them, and validation has no gradient for them."""
   values = [tiny.by_label(models.create(tiny.make_config(**keys), rngs=nnx.Rngs(3))) for keys in ({}, KEYS)]
@@ -222,6 +232,12 @@ def test_checkpoints_convert_and_a_missing_module_is_named(tmp_path):
   assert orbax_leaves(tmp_path / "linen")[projection].shape == (2 * cfg.model.base_emb_dim, cfg.model.base_emb_dim)
   found = load_tree(tmp_path / "linen", trees[True], say=lambda _: None)
   jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.asarray, trees[True]))
+  said = []
+  export_model(tmp_path / "nnx", tmp_path / "hf", cfg=cfg, say=said.append)
+  assert said[0].startswith(f"left out: {len(jax.tree.leaves(wanted[True]['mtp_block']))} arrays of multi-token")
+  whole = {name: part for name, part in trees[True]["model"].items() if name != "mtp_block"}
+  found = load_tree(tmp_path / "hf", trees[False], say=lambda _: None)
+  jax.tree.map(np.testing.assert_array_equal, found["model"], jax.tree.map(np.asarray, whole))
   save(tmp_path / "plain", trees[False])
   with pytest.raises(LayoutError, match="misses mtp_block/mtp_layer_1/mtp_1_embedding_norm/scale"):
     load_tree(tmp_path / "plain", trees[True], say=lambda _: None)

@@ -105,10 +105,10 @@ def export_model(
     raise LayoutError(
       f"{source} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale --to maxghost"
     )
-  if further := [leaf for leaf in checkpoint.params.leaves if leaf[0][0] == "mtp_block"]:
-    say(f"left out: {len(further)} arrays of multi-token prediction, for which Hugging Face's formats have no place")
-    checkpoint.params.leaves = {k: v for k, v in checkpoint.params.leaves.items() if k not in further}
-    cfg = config.replace(cfg, mtp_num_layers=0)
+  kept = {leaf: ref for leaf, ref in checkpoint.params.leaves.items() if leaf[0][0] != "mtp_block"}
+  if further := len(checkpoint.params.leaves) - len(kept):
+    say(f"left out: {further} arrays of multi-token prediction, for which Hugging Face's formats have no place")
+    checkpoint.params.leaves, cfg = kept, config.replace(cfg, mtp_num_layers=0)
   target = full_path(target)
   check_target(raw, target)
   tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)

@@ -86,32 +86,27 @@ def _forward(rows: Rows):
   layers, vjp, ghost = rows.layers, rows.vjp, ()
   # The directions are not known yet; the forward pass does not depend on them.
   model = layers.probed if rows.probed else layers.plain
-  x = rows.loss.embed(model, rows.batch)
-  links, embedded = _links(model), x
-
-  def joined(x):
-    if not rows.loss.passes_embedded:
-      return x, lambda cotangent: (None, cotangent)
-    return jax.vjp(rows.loss.joined, embedded, x)
-
+  embedded = rows.loss.embed(model, rows.batch)
+  links = _links(model)
   if vjp is None:
     lengths = layers.problem.settings.segment_lengths
     keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
-    kept, x = inputs(rows, x, layers.stacked(), lengths, keep)
-    x, part = joined(x)
-    return kept, x, links, part
-  if rows.probed:
-    one = [layers.labelled(jax.tree.map(lambda x: x[0], layers.params))] * layers.twin.num_sets
-    shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
-    blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
-    ghost = layers.probes, blank
+    kept, x = inputs(rows, embedded, layers.stacked(), lengths, keep)
+  else:
+    if rows.probed:
+      one = [layers.labelled(jax.tree.map(lambda x: x[0], layers.params))] * layers.twin.num_sets
+      shapes, _ = jax.eval_shape(layers.directions, one, layer_lib.layer_state(layers, 0))
+      blank = direction_state(layers.inner, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes))
+      ghost = layers.probes, blank
 
-  def body(x, layer):
-    value, saved = vjp.forward(*rows.arguments(x, layer, ghost))
-    return value, Kept(x, saved)
+    def body(x, layer):
+      value, saved = vjp.forward(*rows.arguments(x, layer, ghost))
+      return value, Kept(x, saved)
 
-  x, kept = jax.lax.scan(body, x, layers.stacked())
-  x, part = joined(x)
+    x, kept = jax.lax.scan(body, embedded, layers.stacked())
+  if not rows.loss.passes_embedded:
+    return kept, x, links, lambda cotangent: (None, cotangent)
+  x, part = jax.vjp(rows.loss.joined, embedded, x)
   return kept, x, links, part
 
 
