@@ -94,6 +94,7 @@ def _train(
   from maxghost import data, trackers
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
   from maxghost.data import teacher_logits
+  from maxghost.data.rewards import RolloutError
   from maxghost.parallel import distributed
   from maxghost.training import devices
   from maxghost.training.metrics import NonFiniteMetricError
@@ -114,8 +115,9 @@ def _train(
     own, seed = plan.own, cfg.run.data_shuffle_seed
     source, tokenizer = corpus
     dataset = data.make_dataset(
-      source, cfg.data, seed, own.num_shards, own.shard, tokenizer=tokenizer, batch_size=plan.rows, records=cfg.records
-    )
+      source, cfg.data, seed, own.num_shards, own.shard, tokenizer=tokenizer, records=cfg.records,
+      batch_size=devices.data_rows(cfg, plan.rows),
+    )  # fmt: skip
     if cfg.data.offline_data_dir:
       teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)
     session = Session(
@@ -126,7 +128,7 @@ def _train(
     return session.run() if code is None else code
   except NonFiniteMetricError as error:
     print_problem(f"{error}; {session.last_checkpoint() if session else ''}")
-  except (CheckpointError, ScoreLogError, OSError) as error:
+  except (CheckpointError, RolloutError, ScoreLogError, OSError) as error:
     print_problem(error)
   except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error) or session is None:

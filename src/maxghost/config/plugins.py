@@ -75,12 +75,14 @@ class Objective(Plugin):
   reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
     that is "base", the model without them); "teacher", another model; "" none.
   perplexity: whether its loss is nats per token.
+  validated_by: the objective of validation sets that name none; "" for the same one.
   """
 
   rows_per_unit: int = 1
   records: str = "text"
   reference: str = ""
   perplexity: bool = True
+  validated_by: str = ""
 
 
 _losses = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), perplexity=False)
@@ -90,6 +92,9 @@ OBJECTIVES: dict[str, Objective] = {
   "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
   "distill": _losses("maxghost.objectives.distill:Distillation", reference="teacher"),
+  "grpo": _losses(
+    "maxghost.objectives.grpo:PolicyLoss", records="conversations", reference="start", validated_by="sft"
+  ),
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }
 OF_VALIDATION = ("margin",)  # objectives of validation sets alone: nothing bounds them from below

@@ -220,6 +220,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+  """Reinforcement learning (objective=grpo): the model's own answers, their rewards and the loss on them."""
+
+  num_generations: int = key(8, minimum=2)
+  num_iterations: int = key(1, minimum=1)
+  max_completion_length: int = key(64, minimum=1)
+  decode_sampling_temperature: float = key(1.0, minimum=1e-3)
+  reward_functions: tuple[str, ...] = key(("arithmetic",))
+  reward_weights: tuple[float, ...] = key(())
+  scale_rewards: str = key("group", choices=("group", "batch", "none"))
+  grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"))
+  grpo_epsilon: float = key(0.2, minimum=0.0)
+  grpo_epsilon_high: float = key(0.2, minimum=0.0)
+  grpo_beta: float = key(0.0, minimum=0.0)
+  grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"))
+  mask_truncated_completions: bool = key(False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
   """Low-rank adapters (LoRA): what is trained in place of the model's own weights."""
 
@@ -356,6 +375,7 @@ class Config:
   model: ModelConfig = ModelConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
+  rollout: RolloutConfig = RolloutConfig()
   adapter: AdapterConfig = AdapterConfig()
   ghost: GhostConfig = GhostConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
@@ -377,22 +397,27 @@ class Config:
     return plugins.OBJECTIVES[self.optimizer.objective].records
 
   @property
+  def set_objectives(self) -> tuple[str, ...]:
+    """The objective of each validation set."""
+    own = plugins.OBJECTIVES[self.optimizer.objective].validated_by or self.optimizer.objective
+    return tuple(name or own for name in self.data.validation_objectives)
+
+  @property
   def val_objectives(self) -> tuple[str, ...]:
     """The objective of each validation set that training scores against."""
-    named = self.data.validation_objectives if self.ghost.ghost_enabled else ()
-    return tuple(name or self.optimizer.objective for name in named)
+    return self.set_objectives if self.ghost.ghost_enabled else ()
 
   @property
   def evaluated(self) -> str:
     """The objective of evaluations, which read the first validation set."""
-    return self.data.validation_objectives[0] or self.optimizer.objective
+    return self.set_objectives[0]
 
   @property
   def reference(self) -> str:
     """What the frozen second model of the run is, as in `plugins.Objective`; "" where there is none."""
-    named = (self.optimizer.objective, *self.data.validation_objectives)
-    found = {plugins.OBJECTIVES[name].reference for name in named if name}
-    if self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or self.data.has_reference:
+    named = {self.optimizer.objective, *self.set_objectives} - ({"grpo"} if not self.rollout.grpo_beta else set())
+    found = {plugins.OBJECTIVES[name].reference for name in named}
+    if "dpo" in named and self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or self.data.has_reference:
       found -= {"start"}
     elif "start" in found and self.adapter.lora_rank and not self.adapter.lora_restore_path:
       found = {"base"}

@@ -291,7 +291,7 @@ def preferences(v: Values) -> Iterator[str]:
   if smoothing and algo not in (able := ("sigmoid", "robust", "simpo")):
     yield f"{v['dpo_label_smoothing']} is not part of {v['dpo_algo']}; use 0.0, or dpo_algo={' or '.join(able)}"
   named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} - {""}
-  used = {plugins.OBJECTIVES[name] for name in named if name in plugins.OBJECTIVES}
+  used = {plugins.OBJECTIVES[name] for name in named - {"grpo"} if name in plugins.OBJECTIVES}
   if v.z_loss_multiplier and any(one.rows_per_unit > 1 for one in used):
     yield f"{v['z_loss_multiplier']} would change the log-probabilities that pairs compare; use z_loss_multiplier=0.0"
   columns = [name for name in plugins.REFERENCE_COLUMNS if name in v.train_data_columns]
@@ -305,6 +305,40 @@ def preferences(v: Values) -> Iterator[str]:
     yield f"load_full_state_path does not say with which parameters that run began, its reference; {way}"
   if "weights" in v.offload_to_host and not v.lora_rank:
     yield f"{v['offload_to_host']} has no room in host memory for the reference of {v['dpo_algo']}; {way}"
+
+
+def rollouts(v: Values) -> Iterator[str]:
+  """What sampling from the model in training asks of the other keys."""
+  if any(text.endswith("@grpo") for text in v.ghost_val_sets):
+    yield f"{v['ghost_val_sets']}: answers of the model are sampled in training alone; use @sft, the loss of gold answers"
+  if v.objective != "grpo":
+    return
+  given, rows = v["objective"], v.per_device_batch_size
+  if v.packing != "none":
+    yield f"{given} has a row for each answer, not {v['packing']}; use packing=none"
+  if rows % v.num_generations:
+    near = rows - rows % v.num_generations + v.num_generations
+    yield f"per_device_batch_size={rows} parts groups of {v['num_generations']}; use {near}"
+  if v.max_completion_length >= v.max_target_length:
+    most = v.max_target_length - 1
+    yield f"{v['max_completion_length']} leaves no room for a prompt in {v['max_target_length']}; use {most} or less"
+  if len(v.reward_weights) not in (0, len(v.reward_functions)) or not v.reward_functions:
+    yield f"{v['reward_weights']} and {v['reward_functions']}: name a function or more, and a weight for each or none"
+  if v.z_loss_multiplier:
+    yield f"{v['z_loss_multiplier']} would change the log-probabilities of answers; use z_loss_multiplier=0.0"
+  if v.decode_sampling_temperature != 1 and v.num_vocab_tiling > 1:
+    yield f"{v['decode_sampling_temperature']} does not go with {v['num_vocab_tiling']}; use 1.0, or num_vocab_tiling=1"
+  if not v.sft_train_on_completion_only:
+    yield f"{given} asks for where answers begin; use sft_train_on_completion_only=true"
+  if v.opt_type == "adamw" and not v.adam_eps:
+    yield f"{given} gives answers that teach nothing a tiny gradient, which adam_eps=0.0 would make a whole step of"
+  for name, wanted in (("ghost_select", "none"), ("ghost_detail", "layer"), ("offline_data_dir", "")):
+    if getattr(v, name) != wanted and (name != "ghost_detail" or v.ghost_detail == "token"):
+      yield f"{v[name]} does not go with {given}, whose rows are sampled; use {name}={wanted or chr(39) * 2}"
+  if "weights" in v.offload_to_host:
+    yield f"{v['offload_to_host']} does not go with {given}, which samples with the weights on the device"
+  if v.grpo_beta and v.load_full_state_path:
+    yield f"load_full_state_path does not say with which parameters that run began, the reference of {v['grpo_beta']}"
 
 
 def distillation(v: Values) -> Iterator[str]:
@@ -372,7 +406,8 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
   if curvature == "hessian" and v.ghost_val_every > 1:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  own_losses = any(plugins.without_objective(text)[1] not in ("", v.objective) for text in v.ghost_val_sets)
+  own = plugins.OBJECTIVES[v.objective].validated_by or v.objective
+  own_losses = any((plugins.without_objective(text)[1] or own) != v.objective for text in v.ghost_val_sets or ("",))
   asked = {
     "rank": (v.ghost_rank > 0, "ghost_rank", "0"), "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
     "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""), "own_losses": (own_losses, "ghost_val_sets", "one set"),
@@ -462,7 +497,8 @@ def given_model(v: Values) -> Iterator[str]:
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, multi_token, segments, offloading,
-  mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, distillation,
+  mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, rollouts,
+  distillation,
   validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
 ]  # fmt: skip
 

@@ -25,11 +25,12 @@ _PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
   """ids_BN: int32 host array of all new tokens, padded; counts_B: how many of them are real, the stop token included.
-  done_B: rows that met a stop token."""
+  done_B: rows that met a stop token. logps_BN: log-probability with which each token was drawn, float32."""
 
   ids_BN: np.ndarray
   counts_B: np.ndarray
   done_B: np.ndarray
+  logps_BN: np.ndarray
 
   def row(self, i: int) -> np.ndarray:
     return self.ids_BN[i, : self.counts_B[i]]
@@ -47,16 +48,22 @@ class Seconds:
 
 class Generator:
   """Compiled generation with one model. stop_ids: tokens that end a row. cache_size: most positions of a row, prompt
-  and continuation together.
+  and continuation together. sharding: of the rows, over devices that hold parts of them; None: each holds all.
 
   The model's state is an argument of every call, so a training run can use one Generator from step to step.
   seconds: of the last call.
   """
 
   def __init__(
-    self, graphdef: nnx.GraphDef, cache_size: int, *, sampling: Sampling | None = None, stop_ids: Sequence[int] = ()
+    self,
+    graphdef: nnx.GraphDef,
+    cache_size: int,
+    *,
+    sampling: Sampling | None = None,
+    stop_ids: Sequence[int] = (),
+    sharding: jax.sharding.Sharding | None = None,
   ):
-    self._graphdef, self._cache_size = graphdef, cache_size
+    self._graphdef, self._cache_size, self._sharding = graphdef, cache_size, sharding
     self._sampling = sampling or Sampling()
     self._stop_ids = tuple(sorted(set(stop_ids)))
     self._start = jax.jit(self._read_prompts, static_argnums=4)
@@ -64,21 +71,32 @@ class Generator:
     self._compiled: dict[tuple, Callable] = {}
     self.seconds = Seconds()
 
-  def generate(self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, seed: int = 0) -> Progress:
+  def generate(
+    self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, seed: int = 0, keys_B: Any = None
+  ) -> Progress:
     """Adds up to num_new tokens to each prompt (ids, at least one each). Raises ValueError as `stream` does."""
-    return list(self.stream(state, prompts, num_new, every=num_new, seed=seed))[-1]
+    return list(self.stream(state, prompts, num_new, every=num_new, seed=seed, keys_B=keys_B))[-1]
 
   def stream(
-    self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, every: int = 8, seed: int = 0
+    self,
+    state: nnx.State,
+    prompts: Sequence[Sequence[int]],
+    num_new: int,
+    *,
+    every: int = 8,
+    seed: int = 0,
+    keys_B: Any = None,
   ) -> Iterator[Progress]:
     """As `generate`, with a Progress after the first token and after every `every` tokens.
 
-    state: of the model, as `nnx.split` gives it. Raises ValueError for an empty prompt, or one that does not fit.
+    state: of the model, as `nnx.split` gives it. keys_B: a random key for each row, in place of those that `seed`
+    gives. Raises ValueError for an empty prompt, or one that does not fit.
     """
-    tokens_BT, lengths_B = self._pad(prompts, num_new)
+    tokens_BT, lengths_B = jax.device_put(self._pad(prompts, num_new), self._sharding)
     self.seconds = Seconds()
     key = (tokens_BT.shape, num_new)
-    arguments = (state, tokens_BT, lengths_B, jax.random.key(seed))
+    keys_B = jax.random.split(jax.random.key(seed), len(prompts)) if keys_B is None else keys_B
+    arguments = (state, tokens_BT, lengths_B, keys_B)
     start = self._compile(("start", *key), self._start, *arguments, num_new)
     begin = time.perf_counter()
     loop = start(*arguments)
@@ -120,11 +138,10 @@ class Generator:
       row[: len(prompt)] = prompt
     return tokens_BT, lengths_B
 
-  def _read_prompts(self, state, tokens_BT, lengths_B, key, num_new: int) -> dict[str, Any]:
+  def _read_prompts(self, state, tokens_BT, lengths_B, keys_B, num_new: int) -> dict[str, Any]:
     model = nnx.merge(self._graphdef, state)
     logits_BV, kept = read_prompts(model, tokens_BT, lengths_B, self._cache_size)
-    keys_B = jax.random.split(key, len(lengths_B))
-    token_B = choose(logits_BV, _at(keys_B, 0), self._sampling)
+    token_B, logp_B = choose(logits_BV, _at(keys_B, 0), self._sampling)
     batch = len(lengths_B)
     return {
       "kept": kept,
@@ -132,6 +149,7 @@ class Generator:
       "length_B": lengths_B,  # tokens in the cache
       "token_B": token_B,  # chosen, not in the cache yet
       "ids_BN": jnp.zeros((batch, num_new), jnp.int32).at[:, 0].set(token_B),
+      "logps_BN": jnp.zeros((batch, num_new), jnp.float32).at[:, 0].set(logp_B),
       "counts_B": jnp.ones(batch, jnp.int32),
       "done_B": self._stops(token_B),
       "num_B": jnp.int32(1),
@@ -144,14 +162,15 @@ class Generator:
   def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:
     model = nnx.merge(self._graphdef, state)
     logits_BV, kept = add_token(model, loop["token_B"], loop["length_B"], loop["kept"])
-    token_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling)
+    token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling)
     running_B = ~loop["done_B"]
-    token_B = jnp.where(running_B, token_B, 0)
+    token_B, logp_B = jnp.where(running_B, token_B, 0), jnp.where(running_B, logp_B, 0)
     return loop | {
       "kept": kept,
       "length_B": loop["length_B"] + running_B,
       "token_B": token_B,
       "ids_BN": jax.lax.dynamic_update_index_in_dim(loop["ids_BN"], token_B, loop["num_B"], 1),
+      "logps_BN": jax.lax.dynamic_update_index_in_dim(loop["logps_BN"], logp_B, loop["num_B"], 1),
       "counts_B": loop["counts_B"] + running_B,
       "done_B": loop["done_B"] | self._stops(token_B),
       "num_B": loop["num_B"] + 1,
@@ -186,7 +205,7 @@ def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
 
 
 def _progress(loop: dict[str, Any]) -> Progress:
-  return Progress(*jax.device_get((loop["ids_BN"], loop["counts_B"], loop["done_B"])))
+  return Progress(*jax.device_get((loop["ids_BN"], loop["counts_B"], loop["done_B"], loop["logps_BN"])))
 
 
 def _at(keys_B, step):

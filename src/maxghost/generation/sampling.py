@@ -38,11 +38,16 @@ class Sampling:
 
 
 def choose(logits_BV, keys_B, sampling: Sampling):
-  """int32 [B]. keys_B: one random key per row, so that a row's text does not depend on the others."""
+  """(token int32 [B], its log-probability float32 [B]: 0 at temperature 0).
+
+  keys_B: one random key per row, so that a row's text does not depend on the others.
+  """
   if sampling.temperature == 0.0:
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), jnp.zeros(len(logits_BV), jnp.float32)
   logits_BV = cut(logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32)) / sampling.temperature, sampling)
-  return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+  token_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+  logp_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+  return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=1)[:, 0].astype(jnp.float32)
 
 
 def cut(logits_BV, sampling: Sampling):

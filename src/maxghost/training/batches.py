@@ -11,11 +11,16 @@ NUM_AHEAD = 2
 
 
 class Fetched(NamedTuple):
-  """One training batch: the host's Batch, its arrays on the devices, and the data position after it."""
+  """One training batch: the host's Batch, its arrays on the devices, and the data position after it.
+
+  metrics, record: of the answers that the step sampled (`rollouts`), if it did.
+  """
 
   batch: Any
   arrays: Any
   position: dict
+  metrics: dict = {}  # noqa: RUF012 - never changed
+  record: dict | None = None
 
 
 class Batches:

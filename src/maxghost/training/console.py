@@ -24,6 +24,8 @@ def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
   """
   line = f"completed step: {record['step']}, seconds: {record['perf/step_time_seconds']:.3f}"
   line += f", Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.0f}, loss: {record['learning/loss']:.3f}"
+  if "rollout/reward" in record:
+    line += f", reward: {record['rollout/reward']:.3f}"
   for name in val_sets[:1]:
     over = f" over {record['ghost/account_steps']} steps" if "ghost/account_steps" in record else ""
     parts = {"val_loss": (f"ghost/val_loss/{name}", ".3f"), f"drop{over}": (f"ghost/actual_drop/{name}", "+.5f")}

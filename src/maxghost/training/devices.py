@@ -77,6 +77,8 @@ def check_layout(cfg: Config, layout: Layout) -> None:
       f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are "
       f"{distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint"
     )
+  if distributed.count() > 1 and cfg.optimizer.objective == "grpo":
+    raise ConfigError(f"objective=grpo samples in a single process, and there are {distributed.count()}; start one")
   if distributed.count() > 1 and (cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token"):
     key = "ghost_detail=token" if cfg.ghost.ghost_detail == "token" else f"ghost_select={cfg.ghost.ghost_select}"
     raise ConfigError(
@@ -88,6 +90,11 @@ def check_layout(cfg: Config, layout: Layout) -> None:
 def rows_per_step(cfg: Config, num_devices: int) -> int:
   """Rows of one step over all devices and micro-batches."""
   return cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps * num_devices
+
+
+def data_rows(cfg: Config, num_rows: int) -> int:
+  """Rows that the data gives for a batch of this many: prompts, where each has several answers."""
+  return num_rows // cfg.rollout.num_generations if cfg.optimizer.objective == "grpo" else num_rows
 
 
 def num_chosen(cfg: Config, num_candidates: int) -> int:

@@ -28,6 +28,7 @@ from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
+from maxghost.training.rollouts import Rollouts
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position, carry, to_save
@@ -78,7 +79,7 @@ class TrainingLoop:
   """Runs the steps of a run from a position to its end, or to a signal.
 
   put: sends a dict of host arrays of validation rows, which all processes have alike, to the devices. sampler: maps the
-  train state to a sampled text.
+  train state to a sampled text. rollouts: samples what the steps train on; None where that is read.
   """
 
   def __init__(
@@ -93,11 +94,12 @@ class TrainingLoop:
     put: Callable[[dict], Any] = jax.device_put,
     reweighter: Reweighter | None = None,
     sampler: Callable[[Any], str] | None = None,
+    rollouts: Rollouts | None = None,
   ):
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
-    self._reweighter, self._sampler = reweighter, sampler
+    self._reweighter, self._sampler, self._rollouts = reweighter, sampler, rollouts
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
     self._by_domain: Callable[[], dict[str, float]] = dict  # belongs to the pending record
     self._seconds: list[float] = []
@@ -120,7 +122,7 @@ class TrainingLoop:
       for step in range(position.completed_steps, num_steps):
         if self._stop.any(bool(self._signals.requested)):
           break
-        self._turn(step, next(prefetcher))
+        self._turn(step, self._fetched(step, prefetcher))
       self._read_started()
       if self._sinks.checkpoints:
         self._save()
@@ -136,6 +138,15 @@ class TrainingLoop:
     return Outcome(self._position.completed_steps, self._position.completed_steps < num_steps, tuple(self._seconds))
 
   # Starting a step.
+
+  def _fetched(self, step: int, prefetcher: Prefetcher) -> Fetched:
+    """The next batch. Answers wait for the step before, and their time is no part of a step's."""
+    if self._rollouts is None:
+      return next(prefetcher)
+    self._read_started()
+    fetched = self._rollouts(step, self._state, prefetcher)
+    self._restart_clock()
+    return fetched
 
   def _turn(self, step: int, fetched: Fetched) -> None:
     replaced = self._close_replaced_rows(step)
@@ -206,6 +217,7 @@ class TrainingLoop:
       pending=self._pending and self._pending | self._by_domain(),
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
+      rollouts=self._rollouts.position(completed) if self._rollouts else None,
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
@@ -247,6 +259,9 @@ class TrainingLoop:
       open_loss = [float(loss) for loss in outputs["val_loss"]]
     self._write_pending()
     record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective) | self._rates(seconds)
+    record |= fetched.metrics
+    if self._rollouts:
+      self._rollouts.write(fetched)
     scores = self._sinks.scores
     if "val_loss" in outputs:
       record |= metrics.ghost_metrics(outputs, self._val_sets)

@@ -25,6 +25,7 @@ from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import PEAK_FLOPS, Plan
 from maxghost.training.reweighting import Reweighter
+from maxghost.training.rollouts import Rollouts
 from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position
 
@@ -127,11 +128,17 @@ class Session:
       weights = parse_weights(cfg.data, dataset.source.domains)
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
-    sets = zip(cfg.data.validation_sets.items(), cfg.data.validation_objectives, strict=True)
+    sets = zip(cfg.data.validation_sets.items(), cfg.set_objectives, strict=True)
     of_sets = {name: (domain, create(cfg, own).prepare) for (name, domain), own in sets}
     batches = Batches(dataset, create(cfg).prepare, of_sets)
-    put = functools.partial(plan.layout.put, num_rows=plan.rows)
-    prefetcher = Prefetcher(batches, put, cfg.run.steps - position.completed_steps)
+    put: Callable = functools.partial(plan.layout.put, num_rows=plan.rows)
+    num_batches, rollouts = cfg.run.steps - position.completed_steps, None
+    if cfg.optimizer.objective == "grpo":
+      rollouts = Rollouts(cfg, dataset, plan.layout, self._path)
+      opened.callback(rollouts.close)
+      rollouts.restore(position.rollouts)
+      put, num_batches = lambda arrays: None, rollouts.num_samplings(position.completed_steps)
+    prefetcher = Prefetcher(batches, put, num_batches)
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
@@ -144,6 +151,7 @@ class Session:
       put=plan.layout.put,
       reweighter=reweighter,
       sampler=self._sampler,
+      rollouts=rollouts,
     )
     outcome = loop.run(train_state, position, prefetcher)
     if not position.completed_steps:  # the reader counts what this process has read

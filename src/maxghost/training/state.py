@@ -156,7 +156,7 @@ class Position:
   pending: the record of the last step, which waits for the validation loss after it; None at the start.
   open_loss: the last measured validation loss, [K], which opens the account of the following steps.
   scores: position of the score log, or a list with one for each of several processes; None without a log.
-  reweighting: state of the domains' shares, None if they are constant. rows: of each step over all devices, 0: unknown.
+  reweighting: state of the domains' shares, None if they are constant. rollouts: `Rollouts.position`, if any. rows: of each step over all devices, 0: unknown.
   """
 
   completed_steps: int = 0
@@ -167,6 +167,7 @@ class Position:
   open_loss: list[float] | None = None
   scores: dict | list | None = None
   reweighting: dict | None = None
+  rollouts: dict | None = None
   rows: int = 0
 
   def scores_of(self, process: int) -> dict | None:

@@ -1,0 +1,138 @@
+"""Rewards of sampled answers: functions by name, and how the rewards of a group become advantages.
+
+A reward function is called as f(prompts=..., completions=..., **columns) with lists of equal length: the texts of the
+prompts and of the answers without their end token, and a list for every column of the records (`completion`, the gold
+answer, where the records have it, and document_fields). It returns a number for each answer, or None for one that it
+does not judge.
+
+P prompts, G answers to each, B = P G rows, F functions.
+"""
+
+import ast
+import importlib
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.values import printable
+
+Reward = Callable[..., Sequence[float | None]]
+EPSILON = 1e-4  # added to standard deviations, as in TRL
+UNTAUGHT = 2.0**-40  # the advantage of an answer that has none, so that its score is known all the same
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class RolloutError(RuntimeError):
+  """A reward function failed, or gave something that is no reward."""
+
+
+def arithmetic(completions: Sequence[str], completion: Sequence[str], **_: Any) -> list[float]:
+  """1 where the last number of the answer is that of the gold answer (the column `completion`), else 0."""
+  return [float(_last(answer) is not None and _last(answer) == _last(gold)) for answer, gold in zip(completions, completion, strict=True)]
+
+
+def python_parses(completions: Sequence[str], **_: Any) -> list[float]:
+  """1 where the answer, or the code block in it, is Python that parses, else 0. Nothing is run."""
+  return [float(_parses(text)) for text in completions]
+
+
+def _last(text: str) -> float | None:
+  found = _NUMBER.findall(text)
+  return float(found[-1].replace(",", "")) if found else None
+
+
+def _parses(text: str) -> bool:
+  block = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
+  code = block[1] if block else text
+  try:
+    ast.parse(code)
+  except (SyntaxError, ValueError, MemoryError, RecursionError):
+    return False
+  return bool(code.strip())
+
+
+REWARDS: dict[str, Reward] = {"arithmetic": arithmetic, "python_parses": python_parses}
+
+
+def register(function: Reward) -> Reward:
+  """Registers a reward function by its name; usable as a decorator. Raises ValueError for a name that is taken."""
+  if REWARDS.setdefault(function.__name__, function) is not function:
+    raise ValueError(f"reward {function.__name__} is already registered; give the other one a name of its own")
+  return function
+
+
+def load(name: str) -> Reward:
+  """A registered function, or that of FILE.py:FUNCTION or MODULE:FUNCTION. Raises ConfigError."""
+  place, _, function = name.rpartition(":")
+  if not place:
+    if name not in REWARDS:
+      hint = did_you_mean(name, REWARDS)
+      raise ConfigError(f"reward_functions={name}: use {', '.join(REWARDS)}, or FILE.py:FUNCTION{hint}")
+    return REWARDS[name]
+  try:
+    if place.endswith(".py"):
+      spec = importlib.util.spec_from_file_location(f"maxghost_reward_{Path(place).stem}", place)
+      assert spec is not None and spec.loader is not None
+      module = importlib.util.module_from_spec(spec)
+      sys.modules[spec.name] = module
+      spec.loader.exec_module(module)
+    else:
+      module = importlib.import_module(place)
+  except Exception as error:  # whatever the user's file does
+    raise ConfigError(f"reward_functions={name}: {place} cannot be imported: {_said(error)}") from error
+  found = getattr(module, function, None)
+  if not callable(found):
+    known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    raise ConfigError(f"reward_functions={name}: {place} has no function {function}{did_you_mean(function, known)}")
+  return found
+
+
+def judge(
+  functions: dict[str, Reward], prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list]
+) -> dict[str, np.ndarray]:
+  """{name: rewards float64 [B], NaN for None} of the functions. Raises RolloutError with the prompt and the answer."""
+  found = {}
+  for name, function in functions.items():
+    try:
+      given = list(function(prompts=list(prompts), completions=list(completions), **columns))
+    except Exception as error:  # whatever the user's function does
+      raise RolloutError(f"reward {name} failed: {_said(error)}; {_shown(prompts, completions, 0)}") from error
+    if len(given) != len(completions):
+      raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
+    for i, value in enumerate(given):
+      if value is not None and not (isinstance(value, int | float | np.number) and math.isfinite(value)):
+        raise RolloutError(f"reward {name} is {value!r}, no finite number and not None; {_shown(prompts, completions, i)}")
+    found[name] = np.array([math.nan if value is None else float(value) for value in given])
+  return found
+
+
+def combined(by_name: dict[str, np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:
+  """[B]: the weighted sum over the functions, without those that do not judge an answer. weights: () for 1."""
+  values_FB = np.stack(list(by_name.values()))
+  return np.nansum(values_FB * np.asarray(weights or np.ones(len(values_FB)))[:, None], axis=0)
+
+
+def advantages(reward_B: np.ndarray, num_generations: int, scale: str) -> np.ndarray:
+  """[B]: (r - mean of the group) / (s + 1e-4), with s the standard deviation (of n - 1) that `scale` names."""
+  groups_PG = np.asarray(reward_B, np.float64).reshape(-1, num_generations)
+  above_PG = groups_PG - groups_PG.mean(1, keepdims=True)
+  if scale == "group":
+    above_PG = above_PG / (groups_PG.std(1, ddof=1, keepdims=True) + EPSILON)
+  elif scale == "batch":
+    above_PG = above_PG / (groups_PG.std(ddof=1) + EPSILON)
+  return above_PG.reshape(-1)
+
+
+def _said(error: BaseException) -> str:
+  return printable(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _shown(prompts: Sequence[str], completions: Sequence[str], i: int) -> str:
+  return printable(f"prompt {prompts[i][-200:]!r}, answer {completions[i][:200]!r}")

@@ -1,0 +1,231 @@
+"""Answers that the model samples in training: their rewards and advantages, and the batch they make.
+
+An answer depends on its prompt, on the weights and on a random key made of (data_shuffle_seed, step, document, epoch,
+number of the answer), so that a step that is taken again samples the same texts. rollouts.jsonl has a line for each
+step that samples: the prompts with their answers, rewards and advantages.
+
+P prompts, G answers to each, B = P G rows, T positions, N tokens of the longest answer.
+"""
+
+import base64
+import dataclasses
+import functools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from maxghost import adapters
+from maxghost.config import Config
+from maxghost.data import rewards
+from maxghost.data.conversations import read
+from maxghost.data.rewards import UNTAUGHT, RolloutError
+from maxghost.data.types import Batch
+from maxghost.generation.generator import Generator, Progress
+from maxghost.generation.sampling import Sampling
+from maxghost.objectives.grpo import ADVANTAGES, SAMPLED, SCALES
+from maxghost.parallel.shardings import Layout
+from maxghost.training.batches import Fetched, Prefetcher
+from maxghost.training.metrics import MetricsLog
+
+FILE = "rollouts.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+  """P prompts: their token ids and texts, and {column: P values} for reward functions."""
+
+  ids: list[list[int]]
+  texts: list[str]
+  columns: dict[str, list]
+
+
+class Rollouts:
+  """Samples answers for the loop. dataset: of conversations, one to a row; `path` is the run directory.
+
+  Raises ConfigError for a reward function that does not exist.
+  """
+
+  def __init__(self, cfg: Config, dataset, layout: Layout, path: Path):
+    self._cfg, self._keys, self._dataset, self._layout = cfg, cfg.rollout, dataset, layout
+    self._functions = {name: rewards.load(name) for name in self._keys.reward_functions}
+    rendering, eos = dataset.parts[0].rendering, dataset.tokenizer.eos_id
+    self._stop_ids = ({eos} - {None}) | (rendering.end_ids() if rendering.template else set())
+    rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps * layout.num_devices
+    self._generator = Generator(
+      nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1, stop_ids=sorted(self._stop_ids),
+      sampling=Sampling(self._keys.decode_sampling_temperature),
+      sharding=layout.rows(rows) if layout.num_devices > 1 else None,
+    )  # fmt: skip
+    self._log = MetricsLog(path / FILE)
+    self._held: Fetched | None = None
+
+  def num_samplings(self, completed: int) -> int:
+    """How many steps of the rest of the run sample."""
+    every = self._keys.num_iterations
+    return -(-self._cfg.run.steps // every) - -(-completed // every)
+
+  def __call__(self, step: int, state: nnx.State, prefetcher: Prefetcher) -> Fetched:
+    """The answers on which a step trains: new ones of its model, or those of a step before. Raises RolloutError."""
+    if step % self._keys.num_iterations:
+      assert self._held is not None, "a position between two samplings has the answers of the first"
+      return self._held._replace(record=None, metrics={})
+    drawn, begin = next(prefetcher), time.perf_counter()
+    numbers = np.arange(len(drawn.batch.document_BS)).repeat(self._keys.num_generations)
+    generation_B = np.arange(len(numbers)) % self._keys.num_generations
+    prompts = self._prompts(drawn.batch)
+    identity_B4 = np.stack(
+      [np.full(len(numbers), step), drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers], generation_B], 1
+    )
+    found = self._generator.generate(
+      state["model"], [prompts.ids[i] for i in numbers], self._keys.max_completion_length,
+      keys_B=_random_keys(self._cfg.run.data_shuffle_seed, identity_B4.astype(np.uint32)),
+    )  # fmt: skip
+    texts = [self._text(found.row(i)) for i in range(len(numbers))]
+    columns = {name: [values[i] for i in numbers] for name, values in prompts.columns.items()}
+    by_name = rewards.judge(self._functions, [prompts.texts[i] for i in numbers], texts, columns)
+    reward_B = rewards.combined(by_name, self._keys.reward_weights)
+    advantage_B = rewards.advantages(reward_B, self._keys.num_generations, self._keys.scale_rewards)
+    batch = self._batch(drawn.batch, prompts, found, advantage_B, numbers, generation_B)
+    record = {"step": step, "prompts": self._told(drawn.batch, prompts, texts, found, by_name, reward_B, advantage_B)}
+    metrics = self._metrics(found, by_name, reward_B) | {"rollout/seconds": time.perf_counter() - begin}
+    self._held = Fetched(batch, self._layout.put(batch.arrays), drawn.position, metrics, record)
+    return self._held
+
+  def write(self, fetched: Fetched) -> None:
+    """Writes the answers of a step that is done, if it sampled them."""
+    if fetched.record is not None:
+      self._log.append(fetched.record)
+
+  def position(self, completed: int) -> dict:
+    """What a checkpoint keeps: the length of the file, and the answers if the next step trains on them again."""
+    again = completed % self._keys.num_iterations and self._held
+    return {"bytes": self._log.position(), "crc": self._log.checksum, "held": _packed(again) if again else None}
+
+  def restore(self, position: dict | None) -> None:
+    """Cuts the file to a position; None empties it."""
+    self._log.restore(*((position["bytes"], position["crc"]) if position else (0, None)))
+    if position and position["held"]:
+      batch = _unpacked(position["held"]["batch"])
+      self._held = Fetched(batch, self._layout.put(batch.arrays), position["held"]["position"])
+
+  def close(self) -> None:
+    self._log.close()
+
+  def _prompts(self, batch: Batch) -> Prompts:
+    """The prompts of rows of conversations: all before the first token that is trained."""
+    weight_BT = batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1)
+    ends_P = (weight_BT > 0).argmax(1) + 1
+    ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
+    most = self._cfg.data.max_target_length + 1 - self._keys.max_completion_length
+    if long := [i for i, prompt in enumerate(ids) if len(prompt) > most]:
+      name = self._dataset.document_id(int(batch.document_BS[long[0], 0])).shown
+      raise RolloutError(
+        f"{name}: a prompt of {len(ids[long[0]])} tokens, but max_target_length={self._cfg.data.max_target_length} "
+        f"leaves {most} beside max_completion_length={self._keys.max_completion_length}; change one of them"
+      )
+    columns: dict[str, list] = {"completion": []} | {name: [] for name in self._dataset.source.fields}
+    for index in batch.document_BS[:, 0].tolist():
+      found = read(self._dataset.document(index).text)
+      gold = found.plain[1] if found.plain else found.messages[-1].get("content") or ""
+      fields = self._dataset.document_record(index)[3:]
+      for name, value in zip(columns, (gold, *fields), strict=True):
+        columns[name].append(value)
+    return Prompts(ids, [self._text(prompt) for prompt in ids], columns)
+
+  def _text(self, ids: Any) -> str:
+    """Without the token that ends an answer."""
+    ids = np.asarray(ids, np.int32)
+    ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
+    return self._dataset.tokenizer.decode(ids).decode("utf-8", errors="replace")
+
+  def _batch(
+    self, drawn: Batch, prompts: Prompts, found: Progress, advantage_B, numbers, generation_B: np.ndarray
+  ) -> Batch:
+    """A row for each answer: the prompt's tokens without weight, the answer's with that of grpo_loss_type."""
+    rows, length, keys = len(numbers), self._cfg.data.max_target_length, self._keys
+    pad = self._dataset.tokenizer.pad_id
+    tokens_BT, filled_BT = (np.full((rows, length + 1), value, np.int32) for value in (pad, 0))
+    weights_BT, logps_BT = np.zeros((2, rows, length + 1), np.float32)
+    for i, number in enumerate(numbers.tolist()):
+      prompt, answer = prompts.ids[number], found.row(i)
+      stop = len(prompt) + len(answer)
+      tokens_BT[i, :stop], filled_BT[i, :stop] = [*prompt, *answer.tolist()], 1
+      logps_BT[i, len(prompt) : stop] = found.logps_BN[i, : len(answer)]
+      if found.done_B[i] or not keys.mask_truncated_completions:
+        weights_BT[i, len(prompt) : stop] = 1 / len(answer) if keys.grpo_loss_type == "grpo" else 1
+    fills_BT = filled_BT[:, 1:]
+    scale = weights_BT.sum() / (rows * keys.max_completion_length) if keys.grpo_loss_type == "dr_grpo" else 1.0
+    place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
+    arrays = {
+      "inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
+      "inputs_position": place_BT, "targets_position": place_BT,
+      "inputs_segmentation": fills_BT, "targets_segmentation": fills_BT,
+      "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:], SCALES: np.full(rows, scale, np.float32),
+      ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32),
+    }  # fmt: skip
+    first = lambda values: values[:, None].astype(np.int64)  # noqa: E731
+    documents_B1 = first(drawn.document_BS[numbers, 0])
+    return Batch(arrays, documents_B1, first(generation_B), drawn.epoch_B[numbers])
+
+  def _told(self, drawn: Batch, prompts: Prompts, texts, found: Progress, by_name, reward_B, advantage_B) -> list[dict]:
+    """The prompts of a line of rollouts.jsonl."""
+    said, generations = [], self._keys.num_generations
+    for p, prompt in enumerate(prompts.texts):
+      group = range(p * generations, (p + 1) * generations)
+      said.append(
+        {
+          "document": list(self._dataset.document_id(int(drawn.document_BS[p, 0]))),
+          "epoch": int(drawn.epoch_B[p]),
+          "prompt": prompt,
+          **{name: values[p] for name, values in prompts.columns.items()},
+          "answers": [
+            {
+              "text": texts[i],
+              "tokens": int(found.counts_B[i]),
+              "ended": bool(found.done_B[i]),
+              "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
+              "reward": float(reward_B[i]),
+              "advantage": float(advantage_B[i]),
+            }
+            for i in group
+          ],
+        }
+      )
+    return said
+
+  def _metrics(self, found: Progress, by_name: dict, reward_B: np.ndarray) -> dict[str, float]:
+    spread_P = reward_B.reshape(-1, self._keys.num_generations).std(1)
+    values = {
+      "reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1), "frac_reward_zero_std": (spread_P == 0).mean(),
+      "mean_length": found.counts_B.mean(), "clipped_ratio": (~found.done_B).mean(),
+    }  # fmt: skip
+    values |= {f"reward/{name}": np.nanmean(value) for name, value in by_name.items() if not np.isnan(value).all()}
+    return {f"rollout/{name}": float(value) for name, value in values.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _random_keys(seed: int, numbers_BN):
+  """A key for each row of numbers."""
+  return jax.vmap(lambda numbers: functools.reduce(jax.random.fold_in, numbers, jax.random.key(seed)))(numbers_BN)
+
+
+def _packed(fetched: Fetched) -> dict:
+  """The host's batch of answers, and the data position, as JSON values."""
+  batch = fetched.batch
+  arrays = batch.arrays | {name: getattr(batch, name) for name in ("document_BS", "offset_BS", "epoch_B")}
+  coded = {name: [x.dtype.str, x.shape, base64.b64encode(x.tobytes()).decode()] for name, x in arrays.items()}
+  return {"batch": coded, "position": fetched.position}
+
+
+def _unpacked(coded: dict) -> Batch:
+  arrays = {
+    name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape) for name, (dtype, shape, text) in coded.items()
+  }
+  own = [arrays.pop(name) for name in ("document_BS", "offset_BS", "epoch_B")]
+  return Batch(arrays, *own)
