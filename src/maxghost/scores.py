@@ -30,6 +30,7 @@ examples:
   maxghost scores runs/base --by id --where "lang=en"
   maxghost scores runs/base --drop-below 0 --output exclude.jsonl      # for dataset_exclude_file
   maxghost scores runs/base --keep 5% --format ids --output best.jsonl   # for dataset_include_file
+  maxghost scores runs/rl --what-if reward=rewards.py:shorter
   maxghost scores runs/base --export parquet --output base-parquet
 """
 
@@ -52,6 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--keep", default="", metavar="P%", help="with --format ids: the ids of the best P %% of the scored documents")
   add("--output", type=Path, metavar="FILE", help="output file; needed for parquet")
   add("--export", metavar="parquet", help="the whole log as Parquet files in the folder --output (RUN_DIR/parquet)")
+  add("--what-if", default="", metavar="reward=F", help="the effect of sampled answers under another reward function")
   add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
   add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
   args = parser.parse(argv)
@@ -88,6 +90,12 @@ def _run(args: argparse.Namespace) -> int:
     print("\n".join(compact(args.run_dir, accept_lost_rows=args.accept_lost_rows)))
     return 0
   log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
+  if args.what_if:
+    from maxghost.attribution import what_if
+
+    found = what_if.ask(log, args.what_if, args.set)
+    print("\n".join(what_if.show(found, args.what_if, args.set or log.val_sets[0])))
+    return 0
   if args.export:
     from maxghost.scorelog.export import to_parquet
 

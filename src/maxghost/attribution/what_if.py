@@ -1,0 +1,151 @@
+"""What a run's answers would have done under other rewards: read from the log, without training again.
+
+The contribution of an answer is its advantage times a score per unit of advantage, since the loss of an answer is
+linear in its advantage. Advantages of another reward, estimator or filter therefore give the first-order effect of the
+steps that would have been taken, with the direction, the learning rate and clipping of the real ones. A token whose
+probability ratio was clipped (num_iterations > 1) counts as it did. A step in which no answer had an advantage has no
+direction, and is left out.
+
+P prompts, G answers to each, N answers of the log.
+"""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from maxghost import config
+from maxghost.attribution.numbers import number
+from maxghost.attribution.texts import snippet
+from maxghost.config import Config, ConfigError, did_you_mean
+from maxghost.config.values import printable
+from maxghost.data import rewards
+from maxghost.scorelog import ScoreLog
+
+FILE, SHOWN = "rollouts.jsonl", 10
+SCALES = ("group", "batch", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class WhatIf:
+  """Of N answers: step, prompt, text, and the reward, the advantage and the contribution as trained and as asked.
+
+  contribution: nats of the validation set. num_idle: steps that are left out.
+  """
+
+  steps_N: np.ndarray
+  prompts: list[str]
+  texts: list[str]
+  reward_2N: np.ndarray
+  advantage_2N: np.ndarray
+  contribution_2N: np.ndarray
+  num_idle: int
+
+
+def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
+  """asked: "reward=FUNCTION" with `scale_rewards=group|batch|none` behind a comma, or one of the two.
+
+  Raises ConfigError for a run without answers, one whose loss has other terms, or an unknown function.
+  """
+  cfg = config.load(log.run_dir / "config.yml")
+  function, scale = _parsed(asked, cfg)
+  names = log.val_sets
+  if val_set and val_set not in names:
+    raise ConfigError(f"--set {val_set}: unknown{did_you_mean(val_set, names)}; sets are {', '.join(names)}")
+  k, score_of = names.index(val_set or names[0]), {}
+  columns = (log[name] for name in ("step", "domain", "path", "offset", "epoch", "chunk"))
+  for *key, value in zip(*(column.tolist() for column in columns), log["contribution"][:, k].tolist(), strict=True):
+    score_of[tuple(key)] = value
+  found, idle = [], 0
+  for record in _records(log.run_dir / FILE):
+    if any(answer["advantage"] for prompt in record["prompts"] for answer in prompt["answers"]):
+      found += _answers(record, function, scale, cfg, score_of)
+    else:
+      idle += cfg.rollout.num_iterations
+  if not found:
+    raise ConfigError(f"{log.run_dir}: none of its answers has a score, or no step had an answer with an advantage")
+  steps, prompts, texts, *values = zip(*found, strict=True)
+  reward, reward2, advantage, advantage2, then, now = np.array(values, np.float64)
+  pairs = (np.stack(pair) for pair in ((reward, reward2), (advantage, advantage2), (then, now)))
+  return WhatIf(np.array(steps), list(prompts), list(texts), *pairs, idle)
+
+
+def show(found: WhatIf, asked: str, val_set: str) -> list[str]:
+  """Lines: the sums, and the answers whose contribution changes most."""
+  then, now = found.contribution_2N.sum(1)
+  lines = [
+    f"what if {asked}: {len(found.texts):,} answers in {len(set(found.steps_N.tolist())):,} steps",
+    f"examples' part of the drop of the loss of '{val_set}': {number(now, plus=True)} nats, as trained "
+    f"{number(then, plus=True)} (first order, with the directions of the steps that were taken)",
+    f"of the answers without an advantage, {int(((found.advantage_2N[0] == 0) & (found.advantage_2N[1] != 0)).sum()):,} "
+    f"of {int((found.advantage_2N[0] == 0).sum()):,} would have one",
+    *([f"left out: {found.num_idle:,} steps in which no answer had an advantage"] if found.num_idle else []),
+    "answers whose contribution changes most (reward, advantage and nats, as trained -> asked):",
+  ]
+  order = np.argsort(-np.abs(found.contribution_2N[1] - found.contribution_2N[0]), kind="stable")
+  for i in order[:SHOWN].tolist():
+    pairs = (found.reward_2N, found.advantage_2N, found.contribution_2N)
+    changes = "   ".join(f"{number(float(x[0, i]), plus=True)} -> {number(float(x[1, i]), plus=True)}" for x in pairs)
+    text = printable(f"{snippet(found.prompts[i], 40)} {snippet(found.texts[i], 60)}")
+    lines.append(f"  step {found.steps_N[i]}   {changes}   {text}")
+  return lines
+
+
+def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
+  """(reward function or None for that of the run, scale_rewards)."""
+  if cfg.optimizer.objective != "grpo":
+    raise ConfigError(f"--what-if is for runs with objective=grpo, not {cfg.optimizer.objective}")
+  if cfg.rollout.grpo_beta:
+    raise ConfigError(
+      f"--what-if: with grpo_beta={cfg.rollout.grpo_beta} a contribution has a part of the divergence, which does not "
+      "scale with the advantage; train with grpo_beta=0.0"
+    )
+  given = dict(part.partition("=")[::2] for part in asked.split(","))
+  for name in given:
+    if name not in ("reward", "scale_rewards"):
+      raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(SCALES)}, or both")
+  scale = given.get("scale_rewards", cfg.rollout.scale_rewards)
+  if scale not in SCALES:
+    raise ConfigError(f"--what-if scale_rewards={scale}: use one of {', '.join(SCALES)}")
+  return rewards.load(given["reward"]) if "reward" in given else None, scale
+
+
+def _records(path: Path) -> list[dict]:
+  if not path.is_file():
+    raise ConfigError(f"{path}: no such file; it has the answers of a run with objective=grpo")
+  try:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+  except ValueError as error:
+    raise ConfigError(f"{path}: damaged ({error})") from error
+
+
+def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) -> list[tuple]:
+  """(step, prompt, answer, rewards, advantages and contributions then and now) of the scored answers of a sampling."""
+  prompts, size = record["prompts"], len(record["prompts"][0]["answers"])
+  pairs = [(prompt, number, answer) for prompt in prompts for number, answer in enumerate(prompt["answers"])]
+  then_N = np.array([answer["reward"] for *_, answer in pairs])
+  now_N = then_N
+  if function is not None:
+    names = [name for name in prompts[0] if name not in ("document", "epoch", "prompt", "answers")]
+    columns = {name: [prompt[name] for prompt, *_ in pairs] for name in names}
+    texts = [answer["text"] for *_, answer in pairs]
+    try:
+      judged = rewards.judge({"--what-if": function}, [prompt["prompt"] for prompt, *_ in pairs], texts, columns)
+    except rewards.RolloutError as error:
+      raise ConfigError(str(error)) from error
+    now_N = rewards.combined(judged)
+  advantage_N, found = rewards.advantages(now_N, size, scale), []
+  for i, (prompt, number_, answer) in enumerate(pairs):
+    used = answer["advantage"] or rewards.UNTAUGHT
+    for step in range(record["step"], record["step"] + cfg.rollout.num_iterations):
+      score = score_of.get((step, *prompt["document"], prompt["epoch"], number_))
+      if score is not None:
+        found.append(
+          (
+            step, prompt["prompt"], answer["text"], then_N[i], now_N[i], answer["advantage"], advantage_N[i], score,
+            score / used * advantage_N[i],
+          )
+        )  # fmt: skip
+  return found

@@ -1,0 +1,340 @@
+"""GRPO: loss, advantages and scores against formulas written out, answers that depend on their keys alone, what-if.
+
+B=8 rows of T=24, P prompts, G answers to each, V vocabulary.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+from train_steps import REFERENCE_SEED, VALIDATION, Run
+
+from maxghost import attribution, config, train
+from maxghost.attribution import what_if
+from maxghost.config import ConfigError
+from maxghost.data import rewards
+from maxghost.objectives.grpo import PolicyLoss
+
+T, ROWS = 24, 8
+KEYS = {
+  "objective": "grpo", "packing": "none", "num_generations": 4, "max_completion_length": 9, "max_target_length": T,
+  "per_device_batch_size": ROWS, "ghost_val_batch_size": 5,
+}  # fmt: skip
+DTYPES = {"float32": 1e-5, "float64": 1e-12}
+
+
+def sampled(seed: int = 0, loss_type: str = "dapo") -> dict:
+  """Rows of prompts and answers of unequal lengths, log-probabilities as they are drawn near those of the model."""
+  rng = np.random.default_rng(seed)
+  prompt, answer = rng.integers(2, 9, ROWS), rng.integers(1, 10, ROWS)
+  place = np.arange(T)
+  real = place < (prompt + answer - 1)[:, None]
+  weights = ((place >= prompt[:, None] - 1) & real).astype(np.float32)
+  scale = weights.sum() / (ROWS * 9) if loss_type == "dr_grpo" else 1.0
+  if loss_type == "grpo":
+    weights = weights / weights.sum(1, keepdims=True)
+  tokens = rng.integers(0, tiny.VOCAB, (ROWS, T + 1)).astype(np.int32)
+  position = np.where(real, place, 0).astype(np.int32)
+  return {
+    "inputs": tokens[:, :-1], "targets": tokens[:, 1:], "inputs_position": position, "targets_position": position,
+    "inputs_segmentation": real.astype(np.int32), "targets_segmentation": real.astype(np.int32),
+    "targets_weights": weights.astype(np.float32),
+    "targets_logps": np.where(real, rng.normal(-5.57, 0.9, (ROWS, T)), 0).astype(np.float32),
+    "advantages": rng.normal(0, 1, ROWS).astype(np.float32), "loss_scales": np.full(ROWS, scale, np.float32),
+  }  # fmt: skip
+
+
+def logps_of(model, batch, temperature):
+  logits = model(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"]).astype(float)
+  return -oracles.softmax_losses(logits / temperature, batch["targets"])
+
+
+def row_losses(model, reference, batch, keys) -> jax.Array:
+  """Each answer's part of the loss of the batch, [B]: the formulas of the papers, token by token."""
+  temperature = keys.get("decode_sampling_temperature", 1.0)
+  logps, weights = logps_of(model, batch, temperature), batch["targets_weights"]
+  ratio = jnp.exp(logps - batch["targets_logps"])
+  low, high = 1 - keys.get("grpo_epsilon", 0.2), 1 + keys.get("grpo_epsilon_high", 0.2)
+  a = batch["advantages"][:, None]
+  terms = jnp.where(a > 0, jnp.minimum(ratio, high), jnp.maximum(ratio, low)) * a
+  if beta := keys.get("grpo_beta", 0.0):
+    log = logps - logps_of(reference, batch, temperature)
+    k3 = jnp.exp(-log) - 1 + log
+    terms = terms - beta * (log * log / 2 if keys.get("grpo_kl") == "k2" else ratio * k3)
+  parts = jnp.where(weights > 0, -terms, 0)
+  return (parts * weights).sum(1) / weights.sum() * batch["loss_scales"]
+
+
+CASES = {
+  "dapo": {"grpo_epsilon_high": 0.28},
+  "grpo, rho k3": {"grpo_loss_type": "grpo", "grpo_beta": 0.3},
+  "dr_grpo, k2, temperature": {
+    "grpo_loss_type": "dr_grpo", "grpo_beta": 0.2, "grpo_kl": "k2", "decode_sampling_temperature": 0.8
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan"])
+@pytest.mark.parametrize(
+  ("case", "dtype"),
+  [
+    *((case, "float32") for case in CASES),
+    ("dr_grpo, k2, temperature", "float64"),
+    pytest.param("grpo, rho k3", "float64", marks=pytest.mark.slow),
+  ],
+)
+def test_loss_gradients_and_scores_are_those_of_the_formulas(case, dtype, schedule):
+  keys = CASES[case]
+  batch = sampled(3, keys.get("grpo_loss_type", "dapo"))
+  val = dict(VALIDATION) | {"targets_weights": (VALIDATION["targets_segmentation"] > 0).astype(np.float32)}
+  pad = [(0, 0), (0, T - tiny.POSITIONS)]
+  val = {name: np.pad(x, pad) for name, x in val.items()}
+  run = Run(
+    batch=batch, dtype=dtype, weight_dtype=dtype, opt_type="sgd", ghost_schedule=schedule, learning_rate=1.0,
+    gradient_clipping_threshold=0.0, **(KEYS | keys),
+  )  # fmt: skip
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, float), tree)  # noqa: E731
+    graphdef, params, rest = nnx.split(nnx.merge(run.graphdef, run.state).model, nnx.Param, ...)
+    params, rest = wide(params), rest
+    frozen = wide(nnx.state(tiny.make_model(run.cfg, seed=REFERENCE_SEED)))
+    reference = nnx.merge(nnx.split(nnx.merge(graphdef, params, rest))[0], frozen)
+
+    def losses(params):
+      return row_losses(nnx.merge(graphdef, params, rest), reference, batch, keys)
+
+    def val_loss(params):
+      model = nnx.merge(graphdef, params, rest)
+      logits = model(val["inputs"], val["inputs_position"], val["inputs_segmentation"])
+      return (oracles.softmax_losses(logits, val["targets"]) * val["targets_weights"]).sum() / val[
+        "targets_weights"
+      ].sum()
+
+    parts, G = np.asarray(jax.jit(losses)(params)), jax.jit(jax.grad(val_loss))(params)
+    rows = jax.tree.leaves(jax.jit(jax.jacrev(losses))(params))
+    wanted = sum((np.asarray(row) * np.asarray(g)).reshape(ROWS, -1).sum(1) for row, g in zip(rows, jax.tree.leaves(G)))
+  before = run.snapshot().params
+  out = run.step(batch, (val,))
+  bound = DTYPES[dtype]
+  assert out["loss"] == pytest.approx(parts.sum(), rel=bound, abs=bound)
+  assert oracles.relative_error(out["contribution_BSK"][:, 0, 0], wanted) < bound
+  assert (out["contribution_BSK"][:, 1:] == 0).all()
+  # With learning rate 1 and SGD, the update is minus the gradient.
+  after = run.snapshot().params
+  moved = np.concatenate([(before[label] - after[label]).ravel() for label in before])
+  whole = np.concatenate([np.asarray(row).sum(0).ravel() for row in rows])
+  assert oracles.relative_error(moved, whole) < 10 * bound
+  clipped = [out["clip_ratio/low_mean"], out["clip_ratio/high_mean"]]
+  assert all(0 < share < 1 for share in clipped), "the case clips on both sides"
+
+
+@pytest.mark.parametrize("divergence", ["rho_k3", "k2"])
+def test_the_divergence_pulls_towards_the_reference(divergence):
+  """The expected gradient over what the model samples is that of KL(model || reference), not of the other direction."""
+  rng = np.random.default_rng(1)
+  with jax.enable_x64(True):
+    own, other = (jnp.asarray(rng.normal(size=7)) for _ in range(2))
+    loss = PolicyLoss(beta=1.0, divergence=divergence)
+
+    def estimated(x):
+      logps, start = jax.nn.log_softmax(x), jax.nn.log_softmax(own)
+      found = loss.divergences(logps, jax.nn.log_softmax(other), jnp.exp(logps - start), jnp.ones(7, bool))
+      return (jnp.exp(start) * found).sum()
+
+    def exact(x):
+      logps = jax.nn.log_softmax(x)
+      return (jnp.exp(logps) * (logps - jax.nn.log_softmax(other))).sum()
+
+    np.testing.assert_allclose(jax.grad(estimated)(own), jax.grad(exact)(own), rtol=1e-12, atol=1e-14)
+
+
+def test_advantages():
+  reward = np.array([1.0, 0, 0, 1, 0.5, 0.5, 0.5, 0.5])
+  group = rewards.advantages(reward, 4, "group")
+  np.testing.assert_allclose(group[:4], np.array([1, -1, -1, 1]) * 0.5 / (np.sqrt(1 / 3) + 1e-4))
+  assert (group[4:] == 0).all()
+  np.testing.assert_allclose(rewards.advantages(reward, 4, "none")[:4], [0.5, -0.5, -0.5, 0.5])
+  np.testing.assert_allclose(rewards.advantages(reward, 4, "batch")[0], 0.5 / (reward.std(ddof=1) + 1e-4))
+  np.testing.assert_allclose(np.abs(rewards.advantages(np.array([3.0, 4.0]), 2, "group")), 0.5**0.5, rtol=1e-3)
+  by_name = {"a": np.array([1.0, np.nan]), "b": np.array([0.5, 2.0])}
+  np.testing.assert_allclose(rewards.combined(by_name, (2.0, 1.0)), [2.5, 2.0])
+
+
+def test_built_in_rewards():
+  gold = {"completion": ["46", "1,046", "-3.5", "7"]}
+  assert rewards.arithmetic(["it is 46.", "1046", "3.5", "none"], **gold) == [1, 1, 0, 0]
+  texts = ["x = 1", "```python\nx = (1\n```", "Here:\n```python\nf(2)\n```", "a b", ""]
+  assert rewards.python_parses(texts) == [1, 0, 1, 0, 0]
+
+
+# A run.
+
+
+def write(folder, name="add.jsonl"):
+  pairs = [(a, b) for a in range(10, 22) for b in range(10, 16)]
+  lines = [json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b)}) for a, b in pairs]
+  (folder / name).write_text("\n".join(lines) + "\n")
+  (folder / "own.py").write_text(
+    "def ones(completions, **_):\n  return [float(a.count('1')) + len(a) / 8 for a in completions]\n"
+    "def shorter(completions, **_):\n  return [-float(len(a)) for a in completions]\n"
+    "def unequal(completions, **_):\n  return [float(sum(a.encode()) % 7) for a in completions]\n"
+    "def broken(completions, **_):\n  return [1 / 0]\n"
+    "def lost(completions, **_):\n  return [float('nan')] * len(completions)\n"
+    "def few(completions, **_):\n  return [1.0]\n"
+  )
+  return folder
+
+
+def arguments(folder, **changes):
+  keys = {
+    **tiny.SIZES, "vocab_size": 263, "objective": "grpo", "packing": "none", "dataset_type": "text",
+    "dataset_files": f"[add={folder / 'add.jsonl'}]", "ghost_val_sets": "[add]", "max_target_length": 16,
+    "max_completion_length": 4, "per_device_batch_size": 8, "num_generations": 4, "steps": 6, "checkpoint_period": 2,
+    "reward_functions": f"[{folder / 'own.py'}:ones]", "base_output_directory": folder / "runs", "learning_rate": 0.01,
+    "base_num_decoder_layers": 2, "eval_interval": -1, "enable_tensorboard": "false", "warmup_steps_fraction": 0.0,
+  } | changes  # fmt: skip
+  return ["configs/base.yml", *(f"{name}={value}" for name, value in keys.items())]
+
+
+def start(folder, **changes) -> int:
+  with tiny.one_device(), tiny.cheap_compilation():
+    return train.main(arguments(folder, **changes))
+
+
+def read(folder, run="base"):
+  return [json.loads(line) for line in (folder / "runs" / run / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  folder = write(tmp_path_factory.mktemp("rl"))
+  assert start(folder, num_iterations=2, ghost_log_period=1) == 0
+  return folder
+
+
+def metrics_of(folder, run="base"):
+  return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_answers_are_trained_with_the_probabilities_of_their_sampling(finished):
+  records, metrics = read(finished), metrics_of(finished)
+  assert [record["step"] for record in records] == [0, 2, 4]
+  assert all(m["policy/max_ratio_error"] < 1e-4 for m in metrics[::2])
+  assert any(m["policy/max_ratio_error"] > 1e-3 for m in metrics[1::2])
+  answers = [answer for prompt in records[0]["prompts"] for answer in prompt["answers"]]
+  assert len(records[0]["prompts"]) == 2 and len(answers) == 8
+  assert metrics[0]["rollout/reward"] == pytest.approx(np.mean([answer["reward"] for answer in answers]))
+  assert sum(answer["tokens"] for answer in answers) == metrics[0]["learning/total_weights"]
+  assert "rollout/reward" not in metrics[1]
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo"])
+def test_what_the_sum_over_tokens_is_divided_by(kind, tmp_path):
+  """In the first step every probability ratio is 1, so that the loss follows from advantages and lengths."""
+  folder = write(tmp_path)
+  assert start(folder, grpo_loss_type=kind, steps=1, scale_rewards="none", reward_functions=f"[{folder / 'own.py'}:unequal]") == 0
+  answers = [answer for prompt in read(folder)[0]["prompts"] for answer in prompt["answers"]]
+  parts = np.array([(-answer["advantage"], answer["tokens"]) for answer in answers])
+  wanted = {
+    "dapo": parts.prod(1).sum() / parts[:, 1].sum(),
+    "grpo": parts[:, 0].mean(),
+    "dr_grpo": parts.prod(1).sum() / (8 * 4),
+  }[kind]
+  assert metrics_of(folder)[0]["learning/loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def test_answers_without_an_end_can_be_left_out(tmp_path):
+  """A fresh model ends hardly any answer in four tokens: a step on nothing changes nothing."""
+  folder = write(tmp_path)
+  assert start(folder, steps=2, mask_truncated_completions="true") == 0
+  for record, found in zip(read(folder), metrics_of(folder), strict=True):
+    answers = [answer for prompt in record["prompts"] for answer in prompt["answers"]]
+    assert found["learning/total_weights"] == sum(answer["tokens"] for answer in answers if answer["ended"])
+    assert found["rollout/clipped_ratio"] == np.mean([not answer["ended"] for answer in answers])
+
+
+def test_every_answer_is_a_scored_row(finished):
+  log = attribution.load(finished / "runs/base")
+  assert log.num_rows == 6 * 8 and log.objective == "grpo"
+  assert sorted(set(log["chunk"].tolist())) == [0, 1, 2, 3]
+  metrics = metrics_of(finished)
+  assert max(m["ghost/check_rel_err/add"] for m in metrics) < 1e-5
+  assert all("ghost/val_loss/add" in m for m in metrics)
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_run_that_was_stopped_samples_the_same_again(stop, finished, tmp_path):
+  """Also between two steps on the same answers."""
+  folder = write(tmp_path)
+  more = {"num_iterations": 2, "ghost_log_period": 1, "lr_schedule_type": "constant", "checkpoint_period": 1}
+  assert start(folder, run_name="whole", **more) == 0
+  assert start(folder, **more, steps=stop) == 0
+  assert start(folder, **more) == 0
+  assert read(folder) == read(folder, "whole")
+  keep = lambda m: {k: v for k, v in m.items() if not k.startswith("perf/") and k != "rollout/seconds"}  # noqa: E731
+  assert [*map(keep, metrics_of(folder))] == [*map(keep, metrics_of(folder, "whole"))]
+
+
+def test_what_if(finished, capsys):
+  log = attribution.load(finished / "runs/base")
+  same = what_if.ask(log, f"reward={finished / 'own.py'}:ones")
+  np.testing.assert_array_equal(same.reward_2N[0], same.reward_2N[1])
+  np.testing.assert_allclose(same.contribution_2N[0], same.contribution_2N[1], rtol=1e-6, atol=1e-9)
+  assert same.contribution_2N[0].sum() == pytest.approx(log["contribution"].sum(), rel=1e-5)
+  plain = what_if.ask(log, "scale_rewards=none")
+  ratio = plain.advantage_2N[1] / np.where(plain.advantage_2N[0] == 0, 1, plain.advantage_2N[0])
+  np.testing.assert_allclose(plain.contribution_2N[1], plain.contribution_2N[0] * ratio, rtol=1e-6, atol=1e-9)
+  other = what_if.ask(log, f"reward={finished / 'own.py'}:shorter")
+  assert not np.allclose(*other.contribution_2N)
+  from maxghost import scores
+
+  assert scores.main([str(finished / "runs/base"), "--what-if", "reward=arithmetic"]) == 0
+  assert "48 answers in 6 steps" in capsys.readouterr().out
+  for wrong in ("reward=arithmetc", "rewards=arithmetic", "scale_rewards=std", "reward=nowhere.py:f"):
+    with pytest.raises(ConfigError):
+      what_if.ask(log, wrong)
+
+
+@pytest.mark.parametrize(
+  ("name", "said"),
+  [
+    ("broken", "ZeroDivisionError: division by zero; prompt '"),
+    ("lost", "is nan, no finite number and not None; prompt '"),
+    ("few", "gave 1 rewards for 8 answers"),
+  ],
+)
+def test_a_reward_that_fails_stops_before_the_step(name, said, tmp_path, capsys):
+  folder = write(tmp_path)
+  assert start(folder, reward_functions=f"[{folder / 'own.py'}:{name}]") == 1
+  error = capsys.readouterr().err
+  assert said in error and "Traceback" not in error
+  assert not read(folder) and not metrics_of(folder)
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"packing": "first_fit"}, "use packing=none"),
+    ({"num_generations": 3}, "parts groups of num_generations=3; use 9"),
+    ({"max_completion_length": 16}, "use 15 or less"),
+    ({"ghost_val_sets": ("x=x@grpo",)}, "use @sft"),
+    ({"ghost_select": "topk"}, "use ghost_select=none"),
+    ({"reward_weights": (1.0, 2.0)}, "a weight for each or none"),
+    ({"z_loss_multiplier": 1e-4}, "use z_loss_multiplier=0.0"),
+  ],
+)
+def test_contradictions_are_refused(changes, said):
+  keys = {"objective": "grpo", "packing": "none", "max_target_length": 16, "max_completion_length": 4} | changes
+  with pytest.raises(ConfigError, match=said):
+    config.replace(config.load(), **keys)
+
+
+def test_a_prompt_that_leaves_no_room_is_named(tmp_path, capsys):
+  folder = write(tmp_path)
+  assert start(folder, max_completion_length=12) == 1
+  assert "a prompt of 7 tokens, but max_target_length=16 leaves 5" in capsys.readouterr().err
