@@ -181,6 +181,7 @@ class Summary:
   sets: list[SetSummary]
   train_loss: Series
   eval_loss: Series
+  reward: Series
   num_steps: int
   num_documents: int
   num_tokens: int
@@ -232,6 +233,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     sets=sets,
     train_loss=metrics.get("learning/loss", Series(known["step"], known["loss"])),
     eval_loss=metrics.get("eval/avg_loss", Series(empty, empty)),
+    reward=metrics.get("rollout/reward", Series(empty, empty)),
     num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(steps),
     num_documents=len(groups),
     num_tokens=num_tokens,

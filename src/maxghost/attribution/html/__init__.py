@@ -54,10 +54,9 @@ def _panel(summary: Summary, part: SetSummary) -> dict:
 
 def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[dict]:
   train, validation = thin(summary.train_loss, CURVE_POINTS), thin(part.val_loss, CURVE_POINTS)
-  losses = [
-    Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True),
-    Line("validation", validation.steps, validation.values, FIRST_CURVE),
-  ]
+  losses = [Line("validation", validation.steps, validation.values, FIRST_CURVE)]
+  if not len(summary.reward):  # else the training loss is no likelihood
+    losses.insert(0, Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True))
   if len(summary.eval_loss) and part.index == 0:
     losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, SECOND_CURVE, dots=True))
   ledger, drops = part.ledger, []
@@ -69,7 +68,10 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
   cumulative, value = _domain_lines(part, colors)
   steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
   heading = "Cumulative predicted and measured drop"
+  reward = thin(summary.reward, CURVE_POINTS)
+  rewards = [Line("reward", reward.steps, reward.values, FIRST_CURVE)]
   return [
+    *([line_chart("Mean reward of the answers", rewards, steps, "reward", zero=True)] if len(reward) else []),
     line_chart("Loss", losses, steps, "nats per token"),
     line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
     line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
