@@ -180,11 +180,13 @@ def test_draws_follow_the_distribution_at_the_temperature():
   keys = jax.random.split(jax.random.key(0), count)
   logits = jnp.broadcast_to(jnp.log(probabilities), (count, 4))
   for temperature in (1.0, 0.5):
-    drawn = np.asarray(choose(logits, keys, Sampling(temperature)))
+    drawn = np.asarray(choose(logits, keys, Sampling(temperature))[0])
     expected = probabilities ** (1 / temperature) / (probabilities ** (1 / temperature)).sum()
+    logps = np.asarray(choose(logits, keys, Sampling(temperature))[1])
+    np.testing.assert_allclose(np.exp(logps), expected[drawn], rtol=1e-5)
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / count, expected, atol=0.03)
-  assert set(np.asarray(choose(logits, keys, Sampling(1.0, top_k=2)))) == {0, 1}
-  assert set(np.asarray(choose(logits, keys, Sampling()))) == {0}
+  assert set(np.asarray(choose(logits, keys, Sampling(1.0, top_k=2))[0])) == {0, 1}
+  assert set(np.asarray(choose(logits, keys, Sampling())[0])) == {0}
 
 
 @pytest.mark.parametrize(

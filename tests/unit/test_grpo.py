@@ -59,7 +59,7 @@ def row_losses(model, reference, batch, keys) -> jax.Array:
   temperature = keys.get("decode_sampling_temperature", 1.0)
   logps, weights = logps_of(model, batch, temperature), batch["targets_weights"]
   ratio = jnp.exp(logps - batch["targets_logps"])
-  low, high = 1 - keys.get("grpo_epsilon", 0.2), 1 + keys.get("grpo_epsilon_high", 0.2)
+  low, high = np.array(keys.get("grpo_epsilon", (0.2, 0.2))) * (-1, 1) + 1
   a = batch["advantages"][:, None]
   terms = jnp.where(a > 0, jnp.minimum(ratio, high), jnp.maximum(ratio, low)) * a
   if beta := keys.get("grpo_beta", 0.0):
@@ -71,7 +71,7 @@ def row_losses(model, reference, batch, keys) -> jax.Array:
 
 
 CASES = {
-  "dapo": {"grpo_epsilon_high": 0.28},
+  "dapo": {"grpo_epsilon": (0.2, 0.28)},
   "grpo, rho k3": {"grpo_loss_type": "grpo", "grpo_beta": 0.3},
   "dr_grpo, k2, temperature": {
     "grpo_loss_type": "dr_grpo", "grpo_beta": 0.2, "grpo_kl": "k2", "decode_sampling_temperature": 0.8
@@ -116,8 +116,9 @@ def test_loss_gradients_and_scores_are_those_of_the_formulas(case, dtype, schedu
       ].sum()
 
     parts, G = np.asarray(jax.jit(losses)(params)), jax.jit(jax.grad(val_loss))(params)
-    rows = jax.tree.leaves(jax.jit(jax.jacrev(losses))(params))
-    wanted = sum((np.asarray(row) * np.asarray(g)).reshape(ROWS, -1).sum(1) for row, g in zip(rows, jax.tree.leaves(G)))
+    rows = [np.asarray(row) for row in jax.tree.leaves(jax.jit(jax.jacrev(losses))(params))]
+    pairs = zip(rows, jax.tree.leaves(G), strict=True)
+    wanted = sum((row * np.asarray(g)).reshape(ROWS, -1).sum(1) for row, g in pairs)
   before = run.snapshot().params
   out = run.step(batch, (val,))
   bound = DTYPES[dtype]
@@ -127,7 +128,7 @@ def test_loss_gradients_and_scores_are_those_of_the_formulas(case, dtype, schedu
   # With learning rate 1 and SGD, the update is minus the gradient.
   after = run.snapshot().params
   moved = np.concatenate([(before[label] - after[label]).ravel() for label in before])
-  whole = np.concatenate([np.asarray(row).sum(0).ravel() for row in rows])
+  whole = np.concatenate([row.sum(0).ravel() for row in rows])
   assert oracles.relative_error(moved, whole) < 10 * bound
   clipped = [out["clip_ratio/low_mean"], out["clip_ratio/high_mean"]]
   assert all(0 < share < 1 for share in clipped), "the case clips on both sides"
@@ -237,7 +238,10 @@ def test_answers_are_trained_with_the_probabilities_of_their_sampling(finished):
 def test_what_the_sum_over_tokens_is_divided_by(kind, tmp_path):
   """In the first step every probability ratio is 1, so that the loss follows from advantages and lengths."""
   folder = write(tmp_path)
-  assert start(folder, grpo_loss_type=kind, steps=1, scale_rewards="none", reward_functions=f"[{folder / 'own.py'}:unequal]") == 0
+  assert (
+    start(folder, grpo_loss_type=kind, steps=1, scale_rewards="none", reward_functions=f"[{folder / 'own.py'}:unequal]")
+    == 0
+  )
   answers = [answer for prompt in read(folder)[0]["prompts"] for answer in prompt["answers"]]
   parts = np.array([(-answer["advantage"], answer["tokens"]) for answer in answers])
   wanted = {

@@ -65,7 +65,11 @@ def batch_of(given: dict, arrays: dict, kind: str) -> dict:
     for name, value in arrays.items():
       rows[name][row, prompt - 1 : stop] = value[row, :answer]
   place = np.broadcast_to(np.arange(length, dtype=np.int32), rows["inputs"].shape)
-  rows |= {f"{side}_{name}": value for side in ("inputs", "targets") for name, value in (("position", place), ("segmentation", rows["segments"]))}
+  rows |= {
+    f"{side}_{name}": value
+    for side in ("inputs", "targets")
+    for name, value in (("position", place), ("segmentation", rows["segments"]))
+  }
   scale = sum(LENGTHS) / (4 * MOST) if kind == "dr_grpo" else 1
   return rows | {"loss_scales": np.full(4, scale, np.float32)}
 
@@ -93,7 +97,7 @@ def test_loss_and_gradients_are_those_of_trl(libraries, tmp_path, kind, beta, te
   loss = trainer._compute_loss(trainer.model, {name: torch.tensor(x) for name, x in inputs.items()})
   loss.backward()
   cfg = config.replace(
-    cfg, objective="grpo", grpo_loss_type=kind, grpo_beta=beta, grpo_epsilon_high=0.28, packing="none",
+    cfg, objective="grpo", grpo_loss_type=kind, grpo_beta=beta, grpo_epsilon=(0.2, 0.28), packing="none",
     decode_sampling_temperature=temperature, num_generations=2, per_device_batch_size=4, max_completion_length=MOST,
     max_target_length=2 * MOST,
   )  # fmt: skip

@@ -11,7 +11,6 @@ P prompts, G answers to each, N answers of the log.
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -68,19 +67,19 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
     raise ConfigError(f"{log.run_dir}: none of its answers has a score, or no step had an answer with an advantage")
   steps, prompts, texts, *values = zip(*found, strict=True)
   reward, reward2, advantage, advantage2, then, now = np.array(values, np.float64)
-  pairs = (np.stack(pair) for pair in ((reward, reward2), (advantage, advantage2), (then, now)))
-  return WhatIf(np.array(steps), list(prompts), list(texts), *pairs, idle)
+  rewarded, advanced, moved = (np.stack(pair) for pair in ((reward, reward2), (advantage, advantage2), (then, now)))
+  return WhatIf(np.array(steps), list(prompts), list(texts), rewarded, advanced, moved, idle)
 
 
 def show(found: WhatIf, asked: str, val_set: str) -> list[str]:
   """Lines: the sums, and the answers whose contribution changes most."""
   then, now = found.contribution_2N.sum(1)
+  idle = found.advantage_2N[0] == 0
   lines = [
     f"what if {asked}: {len(found.texts):,} answers in {len(set(found.steps_N.tolist())):,} steps",
     f"examples' part of the drop of the loss of '{val_set}': {number(now, plus=True)} nats, as trained "
     f"{number(then, plus=True)} (first order, with the directions of the steps that were taken)",
-    f"of the answers without an advantage, {int(((found.advantage_2N[0] == 0) & (found.advantage_2N[1] != 0)).sum()):,} "
-    f"of {int((found.advantage_2N[0] == 0).sum()):,} would have one",
+    f"of {idle.sum():,} answers without an advantage, {(idle & (found.advantage_2N[1] != 0)).sum():,} would have one",
     *([f"left out: {found.num_idle:,} steps in which no answer had an advantage"] if found.num_idle else []),
     "answers whose contribution changes most (reward, advantage and nats, as trained -> asked):",
   ]
@@ -102,7 +101,7 @@ def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
       f"--what-if: with grpo_beta={cfg.rollout.grpo_beta} a contribution has a part of the divergence, which does not "
       "scale with the advantage; train with grpo_beta=0.0"
     )
-  given = dict(part.partition("=")[::2] for part in asked.split(","))
+  given = {name: value for name, _, value in (part.partition("=") for part in asked.split(","))}
   for name in given:
     if name not in ("reward", "scale_rewards"):
       raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(SCALES)}, or both")

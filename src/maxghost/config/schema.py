@@ -231,8 +231,7 @@ class RolloutConfig:
   reward_weights: tuple[float, ...] = key(())
   scale_rewards: str = key("group", choices=("group", "batch", "none"))
   grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"))
-  grpo_epsilon: float = key(0.2, minimum=0.0)
-  grpo_epsilon_high: float = key(0.2, minimum=0.0)
+  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=0.0)
   grpo_beta: float = key(0.0, minimum=0.0)
   grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"))
   mask_truncated_completions: bool = key(False)
@@ -417,7 +416,8 @@ class Config:
     """What the frozen second model of the run is, as in `plugins.Objective`; "" where there is none."""
     named = {self.optimizer.objective, *self.set_objectives} - ({"grpo"} if not self.rollout.grpo_beta else set())
     found = {plugins.OBJECTIVES[name].reference for name in named}
-    if "dpo" in named and self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE or self.data.has_reference:
+    compares = "dpo" not in named or self.optimizer.dpo_algo not in plugins.WITHOUT_REFERENCE
+    if self.data.has_reference or not compares:
       found -= {"start"}
     elif "start" in found and self.adapter.lora_rank and not self.adapter.lora_restore_path:
       found = {"base"}

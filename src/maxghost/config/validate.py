@@ -310,7 +310,7 @@ def preferences(v: Values) -> Iterator[str]:
 def rollouts(v: Values) -> Iterator[str]:
   """What sampling from the model in training asks of the other keys."""
   if any(text.endswith("@grpo") for text in v.ghost_val_sets):
-    yield f"{v['ghost_val_sets']}: answers of the model are sampled in training alone; use @sft, the loss of gold answers"
+    yield f"{v['ghost_val_sets']}: answers are sampled in training alone; use @sft, the loss of gold answers"
   if v.objective != "grpo":
     return
   given, rows = v["objective"], v.per_device_batch_size

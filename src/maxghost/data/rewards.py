@@ -23,7 +23,7 @@ import numpy as np
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.values import printable
 
-Reward = Callable[..., Sequence[float | None]]
+Reward = Callable[..., Any]  # -> Sequence[float | None]
 EPSILON = 1e-4  # added to standard deviations, as in TRL
 UNTAUGHT = 2.0**-40  # the advantage of an answer that has none, so that its score is known all the same
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -35,7 +35,10 @@ class RolloutError(RuntimeError):
 
 def arithmetic(completions: Sequence[str], completion: Sequence[str], **_: Any) -> list[float]:
   """1 where the last number of the answer is that of the gold answer (the column `completion`), else 0."""
-  return [float(_last(answer) is not None and _last(answer) == _last(gold)) for answer, gold in zip(completions, completion, strict=True)]
+  return [
+    float(_last(answer) is not None and _last(answer) == _last(gold))
+    for answer, gold in zip(completions, completion, strict=True)
+  ]
 
 
 def python_parses(completions: Sequence[str], **_: Any) -> list[float]:
@@ -108,7 +111,9 @@ def judge(
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):
       if value is not None and not (isinstance(value, int | float | np.number) and math.isfinite(value)):
-        raise RolloutError(f"reward {name} is {value!r}, no finite number and not None; {_shown(prompts, completions, i)}")
+        raise RolloutError(
+          f"reward {name} is {value!r}, no finite number and not None; {_shown(prompts, completions, i)}"
+        )
     found[name] = np.array([math.nan if value is None else float(value) for value in given])
   return found
 

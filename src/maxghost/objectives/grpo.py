@@ -6,7 +6,8 @@ token under the model and under the one that sampled it, d the log ratio of the 
     -min(rho A, clip(rho, 1 - e_low, 1 + e_high) A) + beta KL
 
 rho_k3: KL = rho (exp(-d) + d - 1). k2: KL = d^2 / 2. Where model and sampler agree, the gradient of both is that of
-KL(model || reference); that of k1 = d would be 0, that of k3 alone belongs to KL(reference || model) (arXiv:2510.01555).
+KL(model || reference); that of k1 = d would be 0, and that of k3 alone belongs to KL(reference || model)
+(arXiv:2510.01555).
 
 Sources: GRPO, Shao et al., arXiv:2402.03300; Dr. GRPO, Liu et al., arXiv:2503.20783; DAPO, Yu et al., arXiv:2503.14476.
 
@@ -53,7 +54,7 @@ class PolicyLoss(LanguageModelLoss):
   def of(cls, cfg: Config) -> Self:
     keys = cfg.rollout
     return dataclasses.replace(
-      super().of(cfg), epsilon_low=keys.grpo_epsilon, epsilon_high=keys.grpo_epsilon_high, beta=keys.grpo_beta,
+      super().of(cfg), epsilon_low=keys.grpo_epsilon[0], epsilon_high=keys.grpo_epsilon[1], beta=keys.grpo_beta,
       divergence=keys.grpo_kl, temperature=keys.decode_sampling_temperature,
     )  # fmt: skip
 

@@ -10,7 +10,6 @@ P prompts, G answers to each, B = P G rows, T positions, N tokens of the longest
 import base64
 import dataclasses
 import functools
-import json
 import math
 import time
 from pathlib import Path

@@ -156,7 +156,8 @@ class Position:
   pending: the record of the last step, which waits for the validation loss after it; None at the start.
   open_loss: the last measured validation loss, [K], which opens the account of the following steps.
   scores: position of the score log, or a list with one for each of several processes; None without a log.
-  reweighting: state of the domains' shares, None if they are constant. rollouts: `Rollouts.position`, if any. rows: of each step over all devices, 0: unknown.
+  reweighting: state of the domains' shares, None if they are constant. rollouts: `Rollouts.position`, if any.
+  rows: of each step over all devices, 0: unknown.
   """
 
   completed_steps: int = 0
