@@ -8,12 +8,11 @@ import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
 from maxghost.data import sources
-from maxghost.data.conversations import ConversationUnits, Rendering
+from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import FIRST_FIT, Layout
-from maxghost.data.pairs import PairUnits
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources import text

@@ -1,7 +1,6 @@
 """Tokenized corpora as `python -m maxghost.data prepare` writes them: ArrayRecord shards and a memory-mapped index.
 
-A record is a block: the tokens of consecutive documents of one domain. The index has one memory-mapped .npy file per
-column, so for a hundred million documents a worker needs memory only for the pages it reads.
+A record is a block: the tokens of consecutive documents of one domain. The index is a memory-mapped .npy file per column.
 """
 
 import json
@@ -52,7 +51,7 @@ def read_index(folder: Path) -> dict:
 class PreparedSource(Source):
   """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
 
-  Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
+  meta: the JSON part of the index. numbers: of each domain of the folder in `domains`, -1 for an unwanted one.
   """
 
   def __init__(
@@ -65,8 +64,7 @@ class PreparedSource(Source):
   ):
     """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
 
-    is_checked: the index was compared with its checksums before. Raises ConfigError when the folder was made with
-    another tokenizer, lacks a field, or its index was changed.
+    is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit.
     """
     self._folder = Path(folder)
     self.meta = meta = read_index(self._folder)
@@ -86,7 +84,7 @@ class PreparedSource(Source):
     self.fields = tuple(wanted) if fields or kept else ()
     self._field_places = [kept.index(wanted[name]) for name in self.fields]
     self.domains = tuple(domains) or tuple(meta["domains"])
-    self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)  # of each domain of the folder in `domains`
+    self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)
     for place, name in enumerate(self.domains):
       self.numbers[meta["domains"].index(name)] = place
     self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
@@ -130,7 +128,6 @@ class PreparedSource(Source):
     return tuple(values)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
-    """int64[n]; -1 for a document of an unwanted domain."""
     return self.numbers[self.columns["path_domain"][self.columns["path"][indices]]]
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
@@ -196,7 +193,7 @@ class PreparedUnits(Units):
   def all_units(self) -> np.ndarray | range:
     if len(self.source.domains) == len(self.source.meta["domains"]):
       return range(len(self.source.columns["block_first"]))
-    return np.sort(np.concatenate([self.units_of(number) for number in range(len(self.source.domains))]))
+    return np.flatnonzero(self.source.numbers[self.source.columns["block_domain"]] >= 0)
 
   def units_of(self, domain: int) -> np.ndarray:
     return np.flatnonzero(self.source.numbers[self.source.columns["block_domain"]] == domain)
@@ -210,18 +207,16 @@ class PreparedUnits(Units):
     found = read_or_skip(source.block_tokens, units, self.on_corrupt, fix)
     blocks = [(*source.documents_of(block), read) for block, read in zip(units.tolist(), found, strict=True)]
     counts["corrupt"] = sum(stop - first for first, stop, read in blocks if read is None)
-    documents = concatenated([np.arange(first, stop) for first, stop, read in blocks if read is not None])
+    blocks = [(first, stop, *read) for first, stop, read in blocks if read is not None]
+    documents = concatenated([np.arange(first, stop) for first, stop, *_ in blocks])
     keep = ~self.split.left_out(documents)
     if self.drops_copies:
       copies = keep & np.isin(source.content_hashes(documents), self.hashes)
       counts["copies"] = int(copies.sum())
       keep &= ~copies
     pieces, place = [], 0
-    for first, stop, read in blocks:
-      if read is None:
-        continue
-      (tokens, sizes), ends = read, source.columns["token_end"][first:stop]
-      count = np.diff(ends, prepend=source.tokens_before(first))
+    for first, stop, tokens, sizes in blocks:
+      count = np.diff(source.columns["token_end"][first:stop], prepend=source.tokens_before(first))
       kept = keep[place : place + stop - first]
       place += stop - first
       if not kept.all():
