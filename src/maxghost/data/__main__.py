@@ -86,8 +86,8 @@ def _prepare(parsed: argparse.Namespace) -> int:
     f"{len(meta['shards'])} shards; {meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
   )
   made, sets = meta["tokenizer"], ",".join(data.ghost_val_sets)
-  where = f" tokenizer_path={Path(parsed.output) / made['path']}" if made["copied"] else ""
-  where = where or (f" tokenizer_path={made['path']}" if made["path"] else "")
+  path = Path(parsed.output) / made["path"] if made["copied"] else made["path"]
+  where = f" tokenizer_path={path}" if path else ""
   print(
     f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
     f"vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")

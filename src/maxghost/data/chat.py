@@ -21,6 +21,7 @@ from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
 SETTINGS = "tokenizer_config.json"
 MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
+_MARKS = f"[{''.join(MARKS)}]"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages hold it
 _MARK_IT = "; give one with {% generation %} around what the assistant says, by chat_template_path"
 Spans = list[tuple[int, int]]  # begin and end of parts of a text
@@ -41,7 +42,7 @@ class Template:
 
   def render(self, messages: Sequence[dict], tools: Any = None, *, prompt: bool = False) -> str:
     """The text of a conversation. prompt: with the beginning of the assistant's answer. Raises ValueError."""
-    return re.sub(f"[{''.join(MARKS)}]", "", self._render(messages, tools, prompt))
+    return re.sub(_MARKS, "", self._render(messages, tools, prompt))
 
   def spans(self, messages: Sequence[dict], tools: Any, first: int) -> tuple[str, Spans, list[str]]:
     """(the text, where the assistant speaks in it, the prompts that begin it).
@@ -57,7 +58,7 @@ class Template:
     return text, spans, prompts
 
   def _by_marks(self, messages, tools, first: int) -> tuple[str, Spans, list[str]]:
-    pieces = re.split(f"[{''.join(MARKS)}]", self._render(messages, tools, False))  # outside and inside, in turns
+    pieces = re.split(_MARKS, self._render(messages, tools, False))  # outside and inside, in turns
     text, ends = "".join(pieces), [*itertools.accumulate(map(len, pieces))]
     prompt = self.render(messages[:first], tools) if first else ""
     if not text.startswith(prompt):
@@ -113,16 +114,12 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
   if not path and not own:
     return None
   with naming(key, path):
-    template = Template(path or str(settings), _read(Path(path)) if path else own, words)
-    _compiled(template.name, template.source)
-  return template
-
-
-def _read(path: Path) -> str:
-  try:
-    return path.expanduser().read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f"chat template {path} cannot be read: {error}") from error
+    try:
+      source = Path(path).expanduser().read_text(encoding="utf-8") if path else own
+    except (OSError, UnicodeDecodeError) as error:
+      raise ConfigError(f"chat template {Path(path)} cannot be read: {error}") from error
+    _compiled(path or str(settings), source)
+  return Template(path or str(settings), source, words)
 
 
 @functools.lru_cache(8)

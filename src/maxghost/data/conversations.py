@@ -31,15 +31,12 @@ Pieces = list[tuple[str | int, bool]]  # texts or ids of tokens, and whether the
 
 @dataclass(frozen=True)
 class Conversation:
-  """messages: with roles. first: the one from which on the assistant is trained. tools: as the record has them.
-
-  plain: prompt and completion as texts, which no template changes, in place of messages.
-  """
+  """What a document of the kind `conversations` says."""
 
   messages: tuple[dict, ...] = ()
-  first: int = 0
+  first: int = 0  # the message from which on the assistant is trained
   tools: Any = None
-  plain: tuple[str, str] | None = None
+  plain: tuple[str, str] | None = None  # prompt and completion, which no template changes, in place of messages
 
 
 def read(text: bytes) -> Conversation:
@@ -107,7 +104,6 @@ class Rendering:
 
   @classmethod
   def of(cls, cfg: DataConfig, tokenizer: Tokenizer) -> "Rendering":
-    """Raises ConfigError for a template that cannot be read."""
     template = chat.load(cfg.chat_template_path, tokenizer)
     return cls(tokenizer, template, cfg.sft_train_on_completion_only, cfg.add_bos, cfg.add_eos)
 

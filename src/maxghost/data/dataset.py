@@ -45,9 +45,7 @@ class DomainSummary:
 
 
 class Dataset:
-  """Documents, split, packed and batched. Made by `load_dataset`.
-
-  Documents are numbered through the training source, then through the held-out files.
+  """Documents, split, packed and batched, numbered through the training source, then through the held-out files.
 
   Attributes:
     parts: the training source, and the held-out files if there are any.
@@ -129,8 +127,7 @@ class Dataset:
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end.
 
-    A function of the arguments and the configuration. domain: default that of the first validation set. Raises
-    ConfigError when the domain has no held-out documents.
+    domain: default that of the first validation set. Raises ConfigError when it has no held-out documents.
     """
     rows = self.validation_rows(domain)
     num_rows //= rows.height
@@ -159,14 +156,11 @@ class Dataset:
 
 def _cut(part: Units) -> list[str]:
   """What the reader found wrong with the first conversations of a source."""
-  met, of = part.examined, f"of the first {sum(part.examined.get(name, 0) for name in ('documents', 'corrupt')):,}"
-  lines = (
-    [f"{of} conversations, {met['corrupt']:,} are left out: they cannot be trained on"] if met.get("corrupt") else []
-  )
-  length = f"max_target_length={part.layout.row_length}"
-  return lines + (
-    [f"{of} conversations, {met['cut']:,} lose a part of their answers to {length}"] if met.get("cut") else []
-  )
+  met, length = part.examined, part.layout.row_length
+  of = f"of the first {met.get('documents', 0) + met.get('corrupt', 0):,} conversations"
+  said = {"corrupt": "are left out: they cannot be trained on"}
+  said["cut"] = f"lose a part of their answers to max_target_length={length}"
+  return [f"{of}, {met[name]:,} {what}" for name, what in said.items() if met.get(name)]
 
 
 def _summary(part: Units) -> list[DomainSummary]:
@@ -174,8 +168,7 @@ def _summary(part: Units) -> list[DomainSummary]:
   if len(source) > _MANY_DOCUMENTS and isinstance(source, PreparedSource):
     documents, sizes = source.meta["domain_documents"], source.meta["domain_bytes"]
     return [DomainSummary(domain, documents[domain], sizes[domain], None, None) for domain in source.domains]
-  table = np.zeros((len(source.domains), 4), np.int64)  # documents, bytes, held-out documents, held-out bytes
-  sized = True
+  table, sized = np.zeros((len(source.domains), 4), np.int64), True  # documents, bytes, and the same held out
   for indices in scan(len(source)):
     numbers = source.domain_numbers(indices)
     indices, numbers = indices[numbers >= 0], numbers[numbers >= 0]

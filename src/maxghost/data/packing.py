@@ -19,10 +19,10 @@ FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
 
 @dataclass(frozen=True)
 class Layout:
-  """How tokens become rows. max_segments is S."""
+  """How tokens become rows."""
 
-  row_length: int
-  max_segments: int
+  row_length: int  # T
+  max_segments: int  # S
   strategy: str = FIRST_FIT
   add_bos: bool = True
   add_eos: bool = True
@@ -30,34 +30,23 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-  """Concatenated tokens of documents, with begin and end tokens.
+  """Concatenated tokens of documents, with begin and end tokens."""
 
-  Attributes:
-    tokens: uint16 or int32[N].
-    ends: int64[D], end of each document in `tokens`.
-    documents: int64[D], index of each document into the source.
-    byte_table: source bytes by token id; None where `sizes`, int64[N], holds them.
-    weights: float32[N], loss weight of each token as a target; None = 1.
-    reference: float32[D], log-probability of each response under a reference; None = not known.
-    partner: the rejected responses of pairs, where this holds the chosen ones.
-  """
-
-  tokens: np.ndarray
-  ends: np.ndarray
-  documents: np.ndarray
-  byte_table: np.ndarray | None
-  sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-  weights: np.ndarray | None = None
-  reference: np.ndarray | None = None
-  partner: "Encoded | None" = None
+  tokens: np.ndarray  # uint16 or int32[N]
+  ends: np.ndarray  # int64[D], end of each document in `tokens`
+  documents: np.ndarray  # int64[D], index of each document into the source
+  byte_table: np.ndarray | None  # source bytes by token id; None where `sizes` holds them
+  sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64[N], source bytes of each token
+  weights: np.ndarray | None = None  # float32[N], loss weight of each token as a target; None = 1
+  reference: np.ndarray | None = None  # float32[D], log-probability of each response under a reference
+  partner: "Encoded | None" = None  # the rejected responses of pairs, where this holds the chosen ones
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
   """Packed rows, stored as the places of their segments in a token array; `fill` makes arrays of them.
 
-  partner: for pairs, as many rows with the rejected responses in the same slots; two rows of a batch for each. tokens,
-  weights, reference: as in `Encoded`.
+  Tokens, weights and reference are as in `Encoded`. partner: as many rows with the rejected responses of pairs.
   """
 
   tokens: np.ndarray
@@ -179,7 +168,6 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
 
 
 def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: np.ndarray, row: np.ndarray) -> Rows:
-  """The chunks in the rows that they are placed in."""
   num_rows = int(row.max()) + 1 if len(row) else 0
   by_row = np.argsort(row, kind="stable")
   row_ends = np.cumsum(np.bincount(row, minlength=num_rows))

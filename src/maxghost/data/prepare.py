@@ -97,11 +97,10 @@ def _manifest(job: Job, part: int) -> dict | None:
   base = job.folder / "parts" / f"{part:05d}"
   try:
     manifest = check_seal(json.loads(base.with_suffix(".json").read_text(encoding="utf-8")))
+    same = (job.folder / "shards" / manifest["name"]).stat().st_size == manifest["size"]
   except (OSError, ValueError):
     return None
-  shard = job.folder / "shards" / manifest["name"]
-  whole = shard.is_file() and shard.stat().st_size == manifest["size"] and base.with_suffix(".npz").is_file()
-  return manifest if whole else None
+  return manifest if same and base.with_suffix(".npz").is_file() else None
 
 
 def verify(folder: str) -> list[str]:
@@ -164,7 +163,6 @@ def _work(part: int) -> dict:
 
 
 def _write_part(job: Job, part: int) -> dict:
-  """Writes a part's shard, columns and manifest; returns the manifest."""
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
   base = job.folder / "parts" / f"{part:05d}"

@@ -1,6 +1,6 @@
 """Tokenized corpora as `python -m maxghost.data prepare` writes them: ArrayRecord shards and a memory-mapped index.
 
-A record is a block: the tokens of consecutive documents of one domain. The index is a memory-mapped .npy file per column.
+A record is a block: the tokens of consecutive documents of one domain. The index has a memory-mapped file per column.
 """
 
 import json
@@ -49,10 +49,7 @@ def read_index(folder: Path) -> dict:
 
 
 class PreparedSource(Source):
-  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
-
-  meta: the JSON part of the index. numbers: of each domain of the folder in `domains`, -1 for an unwanted one.
-  """
+  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless."""
 
   def __init__(
     self,
@@ -63,11 +60,9 @@ class PreparedSource(Source):
     is_checked: bool = False,
   ):
     """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
-
-    is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit.
-    """
+    is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit."""
     self._folder = Path(folder)
-    self.meta = meta = read_index(self._folder)
+    self.meta = meta = read_index(self._folder)  # the JSON part of the index
     for _, sentence in () if is_checked else changed_files(self._folder / "index", meta.get("index", {})):
       raise ConfigError(f"{sentence}; prepare the corpus again")
     made_with = meta["tokenizer"]
@@ -84,7 +79,7 @@ class PreparedSource(Source):
     self.fields = tuple(wanted) if fields or kept else ()
     self._field_places = [kept.index(wanted[name]) for name in self.fields]
     self.domains = tuple(domains) or tuple(meta["domains"])
-    self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)
+    self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)  # in `domains`, of each domain of the folder
     for place, name in enumerate(self.domains):
       self.numbers[meta["domains"].index(name)] = place
     self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
@@ -93,8 +88,7 @@ class PreparedSource(Source):
     self._shards = [str(self._folder / "shards" / shard["name"]) for shard in meta["shards"]]
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
     self._readers = Opened(open_reader, OPEN_FILES)
-    self.tokenizer = tokenizer
-    self._dtype = token_dtype(tokenizer.vocab_size)
+    self.tokenizer, self._dtype = tokenizer, token_dtype(tokenizer.vocab_size)
     index = self._folder / "index"
     mapped = {name: np.load(index / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
     self.columns = {name: array.view(np.ndarray) for name, array in mapped.items()}  # np.memmap is slow to index
@@ -110,7 +104,6 @@ class PreparedSource(Source):
     return len(self.columns["id_hash"])
 
   def tokens_before(self, document: int) -> int:
-    """Tokens of all documents before this one."""
     return int(self.columns["token_end"][document - 1]) if document else 0
 
   def document_id(self, index: int) -> DocumentId:
@@ -151,9 +144,8 @@ class PreparedSource(Source):
     """Tokens of the blocks, and the bytes behind each (None for a tokenizer with a table). Raises CorruptError."""
     shards = np.searchsorted(self._shard_ends, blocks, side="right")
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
-    raw = read_by_shard(
-      shards, records, lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())
-    )
+    read = lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())  # noqa: E731
+    raw = read_by_shard(shards, records, read)
     tabled, item = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize
     out = []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
@@ -173,9 +165,8 @@ class PreparedSource(Source):
     read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
     out = []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
-      before = self.tokens_before(self.documents_of(block)[0])
+      (tokens, sizes), before = read[block], self.tokens_before(self.documents_of(block)[0])
       place = slice(self.tokens_before(index) - before, self.tokens_before(index + 1) - before)
-      tokens, sizes = read[block]
       out.append((tokens[place], None if sizes is None else sizes[place]))
     return out
 

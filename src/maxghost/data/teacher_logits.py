@@ -1,10 +1,8 @@
 """A teacher's logits on disk: `maxghost distill-logits` writes them once, runs with `offline_data_dir` read them.
 
-The logits at a position depend on the tokens of its segment alone. So each segment is kept once, however often and
-wherever in a row it is read, and is found by its tokens. index.json says of which data and teacher the logits are;
-tokens-00000.npy and so on hold a record for each token.
-
-B rows, T positions, k entries of the teacher.
+The logits at a position depend on the tokens of its segment alone. So each segment is kept once, and is found by its
+tokens. index.json says of which data and teacher the logits are; tokens-00000.npy and so on hold a record for each
+token. B rows, T positions, k entries of the teacher.
 """
 
 import functools
@@ -120,10 +118,7 @@ class TeacherLogits:
     return out
 
 
-@functools.cache
-def open_logits(folder: str) -> TeacherLogits:
-  """`TeacherLogits`, whose checksums are compared once."""
-  return TeacherLogits(folder)
+open_logits = functools.cache(TeacherLogits)  # whose checksums are compared once
 
 
 def settings(cfg: Config) -> dict[str, Any]:

@@ -27,20 +27,16 @@ _SAMPLES = 32  # documents read to estimate a stream's mean document size
 
 @dataclass(frozen=True, eq=False)
 class Units:
-  """What is read in random order, and tokenized as it is read: the documents of a source.
-
-  hashes: uint64, sorted, `content_hashes` of the held-out texts of all sources. sizes: their sizes in bytes.
-  drops_copies: whether documents with these texts are not trained on.
-  """
+  """What is read in random order, and tokenized as it is read: the documents of a source."""
 
   source: Source
   split: Split
   tokenizer: Tokenizer
   layout: Layout
   on_corrupt: str
-  hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
-  sizes: frozenset[int] = frozenset()
-  drops_copies: bool = False
+  hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # sorted, of all held-out texts
+  sizes: frozenset[int] = frozenset()  # of the held-out texts in bytes
+  drops_copies: bool = False  # whether documents with these texts are not trained on
 
   def all_units(self) -> np.ndarray | range:
     """Numbers of the units to train on."""
@@ -55,7 +51,6 @@ class Units:
     return indices
 
   def mean_bytes(self, units: np.ndarray | range) -> int:
-    """Approximate mean text bytes of these units."""
     if len(units) == len(self.source):
       return max(1, self.source.num_bytes // max(1, len(units)))
     some = np.asarray(units[:: max(1, len(units) // _SAMPLES)])
@@ -111,11 +106,8 @@ class Units:
     return self.frame([(concatenated(ids), lengths, sizes)], documents)
 
   def frame(self, pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray) -> Encoded:
-    """Adds the layout's begin and end tokens to documents.
-
-    pieces: (ids of some documents end to end, int64 length of each, source bytes of each id or None where the tokenizer
-    has a byte table). documents: int64[D], of all pieces.
-    """
+    """Adds the layout's begin and end tokens to documents. pieces: (ids of some documents end to end, int64 length of
+    each, source bytes of each id or None where the tokenizer has a byte table). documents: int64[D], of all pieces."""
     before, after = int(self.layout.add_bos), int(self.layout.add_eos)
     lengths = concatenated([lengths for _, lengths, _ in pieces])
     ends = np.cumsum(lengths + before + after)

@@ -1,7 +1,4 @@
-"""Plans a conversion: the arrays of the target layout, and which layers of the source go into each.
-
-Parameters, moments and random keys go through one transform, so they all get the same form. Only the step is read.
-"""
+"""Plans a conversion: the arrays of the target layout, and which layers of the source go into each."""
 
 import math
 from collections import Counter
@@ -27,19 +24,13 @@ _Placed = tuple[TreePath, tuple[Ref, ...], int | None]  # path, parts and stacki
 
 @dataclass(frozen=True)
 class Target:
-  """What to write.
-
-  Attributes:
-    layers: keep, scanned, unscanned or integer.
-    scan_axis, wrapped: None = the layout's own.
-    layer_period: Layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1.
-  """
+  """What to write."""
 
   layout: str
-  layers: str = KEEP
-  scan_axis: int | None = None
-  layer_period: int = 0
-  wrapped: bool | None = None
+  layers: str = KEEP  # keep, scanned, unscanned or integer
+  scan_axis: int | None = None  # None = the layout's own
+  layer_period: int = 0  # layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1
+  wrapped: bool | None = None  # None = the layout's own
   params_only: bool = False
   drop_rngs: bool = False
 
@@ -49,7 +40,6 @@ class Target:
 
   @property
   def bare(self) -> bool:
-    """Whether parameters alone are written."""
     return self.params_only or self.layout == PARAMS
 
 
@@ -143,7 +133,6 @@ def _target_axis(checkpoint: Checkpoint, target: Target) -> int:
 
 
 def _forms(tree: ParamTree, checkpoint: Checkpoint, target: Target, axis: int) -> dict[Path, Container]:
-  """The containers of `tree` as the target has them."""
   blocks = record_of(checkpoint.raw).get("blocks") or {}
   forms = {}
   for path, about in tree.containers.items():
@@ -174,7 +163,6 @@ def _place(leaf: LeafId, forms: Mapping[Path, Container]) -> tuple[TreePath, Con
 
 
 def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Placed]:
-  """The arrays of `tree` where layers have these forms."""
   stacks: dict[TreePath, tuple[Container, dict[int, Ref]]] = {}
   for leaf, ref in tree.leaves.items():
     path, layer = leaf
@@ -238,8 +226,12 @@ def _plan_opt_state(
   linen, as_nnx_runs = target.is_linen, target.layout == MAXTEXT_NNX
   root: TreePath = ("opt_state",) if linen else ("optimizer", "opt_state")
   places = [*checkpoint.moments, *checkpoint.opt_leaves, *checkpoint.opt_empties]
-  # MaxText's NNX runs leave inner chains as dicts.
-  lists = _list_levels(places if linen else [], only_top=as_nnx_runs)
+  levels: dict[Path, set[str]] = {}  # the keys of each level of opt_state
+  for place in places if linen else ():
+    for depth, name in enumerate(place[:1] if as_nnx_runs else place):  # MaxText's NNX runs leave inner chains as dicts
+      levels.setdefault(place[:depth], set()).add(name)
+  # In the Linen layout, a level whose keys are all integers is a list.
+  lists = {prefix: names for prefix, names in levels.items() if all(name.isdigit() for name in names)}
 
   def path_of(place: Path) -> TreePath:
     return (*root, *(int(name) if place[:depth] in lists else name for depth, name in enumerate(place)))
@@ -263,18 +255,6 @@ def _plan_opt_state(
       holes = (str(i) for i in range(max(map(int, names))) if str(i) not in names)
       known = {(*prefix, name): "None" for name in holes} | known
     plan.empties += [(path_of(path), Empty(kind)) for path, kind in known.items()]
-
-
-def _list_levels(places: list[Path], *, only_top: bool) -> dict[Path, set[str]]:
-  """The levels of opt_state that are lists in the Linen layout, with their keys: all of them are integers."""
-  levels: dict[Path, set[str]] = {}
-  for place in places:
-    for depth, name in enumerate(place):
-      levels.setdefault(place[:depth], set()).add(name)
-  return {
-    prefix: names for prefix, names in levels.items()
-    if not (only_top and prefix) and all(name.isdigit() for name in names)
-  }  # fmt: skip
 
 
 def _step_leaf(step: StoredArray, target: Target, end: TreePath) -> TargetLeaf:

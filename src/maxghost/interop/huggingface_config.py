@@ -50,7 +50,6 @@ class _Reader:
     return next((self.content[name] for name in names if self.content.get(name) is not None), default)
 
   def typed(self, name: str, value: Any, kind: Any) -> Any:
-    """The value as `kind`; None, and a problem, where it is none."""
     try:
       return from_python(value, kind)
     except WrongTypeError:
@@ -68,8 +67,10 @@ class _Reader:
       self.problem(f"{name}={shown(value)}{text}")
     return value
 
-  def problem(self, text: str) -> None:
+  def problem(self, text: str) -> dict[str, Any]:
+    """Notes a problem; gives no keys."""
     self.problems.append(f"{self.origin}: {text}")
+    return {}
 
 
 def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -126,8 +127,8 @@ def _attention_types(read: _Reader, family: Family, num_layers: int) -> dict[str
     pattern = slides.get(sliding, [False])
     types = ["sliding_attention" if pattern[i % len(pattern)] else "full_attention" for i in range(num_layers)]
   if not isinstance(types, list) or len(types) < num_layers or any(t not in (*_LAYER_TYPES,) for t in types):
-    read.problem(f"layer_types={shown(types)} must name {' or '.join(_LAYER_TYPES)} for each of {num_layers} layers")
-    return {}
+    names = " or ".join(_LAYER_TYPES)
+    return read.problem(f"layer_types={shown(types)} must name {names} for each of {num_layers} layers")
   ours = [_LAYER_TYPES[name] for name in types[:num_layers]]
   cycle = next(c for c in range(1, num_layers + 1) if num_layers % c == 0 and ours == ours[:c] * (num_layers // c))
   return {
@@ -141,14 +142,12 @@ def _rotary(read: _Reader) -> dict[str, Any]:
   """transformers 5 writes rope_parameters, 4 writes rope_theta and rope_scaling."""
   parameters = read.get("rope_parameters") or read.get("rope_scaling", default={})
   if not isinstance(parameters, dict):
-    read.problem(f"rope_parameters={shown(parameters)} must be an object")
-    return {}
+    return read.problem(f"rope_parameters={shown(parameters)} must be an object")
   theta = parameters.get("rope_theta", read.get("rope_theta", default=10000.0))
   kind = parameters.get("rope_type", parameters.get("type", "default"))
   names = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}
   if not isinstance(kind, str) or kind not in names:
-    read.problem(f"rope_type={kind} is not known here; known are default, llama3, yarn")
-    return {}
+    return read.problem(f"rope_type={kind} is not known here; known are default, llama3, yarn")
   keys: dict[str, Any] = {"rope_type": "llama3.1" if kind == "llama3" else kind}
   keys["rope_max_timescale"] = read.typed("rope_theta", theta, float)
   for ours, name in names[kind].items():
@@ -191,17 +190,11 @@ def config_json(
   special_ids: Mapping[str, int],
   others: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-  """A config.json that transformers reads as this model.
+  """A config.json that transformers reads as this model, with parameters of `dtype`.
 
-  Args:
-    model: The model.
-    dtype: The dtype of its parameters.
-    max_positions: `max_position_embeddings`, where `others` lacks it.
-    special_ids: bos_token_id and the like.
-    others: Entries of the model's original config.json to keep (`other_entries`).
-
-  Raises:
-    LayoutError: transformers has no such model: reading the result gives other keys.
+  max_positions: `max_position_embeddings`, where `others` lacks it. special_ids: bos_token_id and the like. others:
+  `other_entries` of the model's original config.json. Raises LayoutError where reading the result gives other keys,
+  since transformers has no such model.
   """
   family = FAMILIES[model.decoder_block]
   theirs = family.huggingface

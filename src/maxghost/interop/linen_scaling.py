@@ -2,9 +2,8 @@
 
 MaxText's llama2, mistral, mixtral, gemma and gemma2 blocks compute softmax(q k) and keep the factor in the query
 weights; maxghost computes softmax(q k / sqrt(h)), h being the head width. The two functions are equal when the query
-weights are multiplied by s = sqrt(h); their gradients are then divided by s, so first moments are divided by s and
-second moments by h. This changes values, so the converter does not do it. It is exact, and so is its inverse, where s
-is a power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
+weights are multiplied by s = sqrt(h), first moments divided by s and second moments by h. This is exact where s is a
+power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
 """
 
 import math
@@ -28,18 +27,16 @@ _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
 
 
 def is_query(path: TreePath) -> bool:
-  """Whether a parameter path (or a moment's) ends in a query projection's kernel or bias."""
   return without_value(path)[-2:] in (("query", "kernel"), ("query", "bias"))
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
   """One query leaf, or a block of it, rescaled in float64 and rounded once to its own dtype."""
-  powers = [_POWERS[name] for name in map(str, path) if name in _POWERS] if "opt_state" in path else [0]
-  if not powers:
+  power = next((_POWERS[name] for name in map(str, path) if name in _POWERS), None) if "opt_state" in path else 0
+  if power is None:
     known = ", ".join(_POWERS)
     raise LayoutError(f"leaf {slash_path(path)}: it is not known how this state scales with gradients; known: {known}")
-  factor = float(head_dim) if powers[0] == 2 else math.sqrt(head_dim)
-  grows = (powers[0] == 0) == (to == MAXGHOST)
+  factor, grows = float(head_dim) if power == 2 else math.sqrt(head_dim), (power == 0) == (to == MAXGHOST)
   wide = array.astype(np.float64)
   return (wide * factor if grows else wide / factor).astype(array.dtype)
 
@@ -52,11 +49,7 @@ def rescale_checkpoint(
   *,
   say: Callable[[str], None] = print,
 ) -> None:
-  """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit.
-
-  Refuses (LayoutError) where the checkpoint already follows the convention `to`, where it holds no query projection,
-  and where head_dim is not the last dimension of one.
-  """
+  """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit."""
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
   raw = open_tree(source)

@@ -59,7 +59,6 @@ class Source(Protocol):
 
   def document_id(self, index: int) -> DocumentId:
     """The id of a document, without reading its text where the format allows that."""
-    ...
 
   def place(self, index: int) -> str:
     """The file of a document and its place there, for a message."""
@@ -71,15 +70,12 @@ class Source(Protocol):
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     """int64[n]: the place in `domains` of each document."""
-    ...
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
     """uint64[n]: a hash of each document's id; decides the split."""
-    ...
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     """The documents' texts. Raises CorruptError."""
-    ...
 
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
     """int64[n]: bytes of the texts; None where the texts have to be read for that."""
@@ -108,11 +104,7 @@ def read_or_skip(
   on_corrupt: str = "skip",
   fix: str = "repair or remove it, or use on_corrupt=skip",
 ) -> list[T | None]:
-  """The results of `read`, one for each index; None for a corrupt one with on_corrupt=skip.
-
-  Raises:
-    ConfigError: on_corrupt=error and something is corrupt. The message names it and ends with `fix`.
-  """
+  """The results of `read`, one for each index; None for a corrupt one. With on_corrupt=error ConfigError names it."""
   try:
     return [*read(indices)]
   except CorruptError as error:
@@ -146,19 +138,15 @@ class DocumentList(Source):
   """A source whose documents are in memory."""
 
   def __init__(self, documents: Sequence[Document], domains: tuple[str, ...]):
-    self.documents = documents
-    self.domains = domains
-    self.files = {}
+    self.documents, self.domains, self.files = documents, domains, {}
     self._sizes = np.array([len(d.text) for d in documents], np.int64)
     self.num_bytes = int(self._sizes.sum())
     parts = (part for d in documents for part in (d.domain, d.path, str(d.offset), d.text))
     self.fingerprint = f"{text_hash(*parts):016x}"
     self._domain_numbers = np.array([domains.index(d.domain) for d in documents], np.int64)
     path_hash = functools.cache(text_hash)  # paths repeat
-    self._id_hashes = combine(
-      np.array([path_hash(d.domain, d.path) for d in documents], np.uint64),
-      np.array([d.offset for d in documents], np.int64),
-    )
+    paths = np.array([path_hash(d.domain, d.path) for d in documents], np.uint64)
+    self._id_hashes = combine(paths, np.array([d.offset for d in documents], np.int64))
 
   def __len__(self) -> int:
     return len(self.documents)
@@ -179,21 +167,20 @@ class DocumentList(Source):
     return self._sizes[indices]
 
 
-def take(documents: Iterable[Document], cap: int, domain: str) -> list[Document]:
-  """The first documents of a domain, up to `cap` bytes together (0 = no cap). Raises ConfigError for too low a cap."""
-  taken, size = [], 0
-  for document in documents:
-    size += len(document.text)
-    if cap and size > cap:
+def take(items: Iterable[T], cap: int, domain: str, size: Callable[[T], int]) -> list[T]:
+  """The first of some documents, up to `cap` bytes together (0 = no cap). Raises ConfigError for too low a cap."""
+  taken, total = [], 0
+  for item in items:
+    total += size(item)
+    if cap and total > cap:
       if not taken:
-        raise too_low_cap(cap, domain, size)
+        raise too_low_cap(cap, domain, total)
       break
-    taken.append(document)
+    taken.append(item)
   return taken
 
 
 def too_low_cap(cap: int, domain: str, first_bytes: int) -> ConfigError:
-  """The error for a cap below the size of the domain's first document."""
   return ConfigError(
     f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {first_bytes} bytes; "
     f"use {first_bytes} or more, or 0 for no cap"
@@ -229,8 +216,7 @@ def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tupl
 
 def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
   """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError."""
-  values = []
-  record = record if isinstance(record, dict) else {}
+  values, record = [], record if isinstance(record, dict) else {}
   if isinstance(columns, Kept):
     kept = {column: record[column] for column in columns if record.get(column) is not None}
     values, columns = [json.dumps(kept, ensure_ascii=False, default=as_text)], ()

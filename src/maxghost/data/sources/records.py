@@ -32,11 +32,10 @@ class Opened:
 
 @dataclass(frozen=True)
 class Shard:
-  """Documents of one domain. name: the path in their ids. fingerprint: changes with the data.
+  """Documents of one domain. name: the path in their ids. Its functions are pickled with it, and raise CorruptError.
 
-  read: the texts of documents, from their offsets and, in a source with an index, their sizes. Is pickled with the
-  source. Raises CorruptError. record: the whole record of one document, likewise; None where documents are texts only.
-  place: where the document at an offset is, for a message.
+  read: the texts of documents, from their offsets and, in a source with an index, their sizes. record: the whole record
+  of one document, likewise; None where documents are texts only.
   """
 
   domain: str
@@ -45,7 +44,7 @@ class Shard:
   count: int
   read: Callable[[list[int], list[int]], list[bytes]]
   record: Callable[[int, int], Mapping[str, Any]] | None = None
-  place: Callable[[int], str] | None = None
+  place: Callable[[int], str] | None = None  # where the document at an offset is, for a message
 
 
 class RecordSource(Source):
@@ -87,8 +86,7 @@ class RecordSource(Source):
 
   def _kept(self, asked: Sequence[str]) -> dict[str, str]:
     """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record lacks."""
-    wanted = wanted_fields(asked)
-    known: dict[str, Mapping] = {}  # the first record of each domain that has records
+    wanted, known = wanted_fields(asked), {}  # the first record of each domain that has records
     for shard, end in zip(self._shards, self._ends.tolist(), strict=True):
       if shard.record and shard.count and shard.domain not in known:
         with contextlib.suppress(CorruptError):  # reported when its text is read
