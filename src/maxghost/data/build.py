@@ -23,7 +23,6 @@ from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, l
 from maxghost.data.windows import Order, Units, Windows
 
 _MOST_FILES_IN_A_STATE = 1000
-_SMALLEST_WINDOW = 1 << 18  # bytes
 
 
 def load_dataset(
@@ -95,13 +94,10 @@ def make_dataset(
   _check_rows(cfg, source, batch_size, num_shards)
   parts = _parts(source, cfg, seed, tokenizer, layout, records)
   streams, weights = _streams(cfg, parts[0], seed)
+  identity, per_lane = _identity(cfg, seed, batch_size, parts), batch_size // cfg.dataset_shards
+  rows = (shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards)
   train = TrainIterator(
-    streams,
-    weights,
-    _identity(cfg, seed, batch_size, parts),
-    rows_per_lane=batch_size // cfg.dataset_shards,
-    rows=(shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards),
-    num_workers=cfg.grain_worker_count,
+    streams, weights, identity, rows_per_lane=per_lane, rows=rows, num_workers=cfg.grain_worker_count
   )
   dataset = Dataset(parts, train, next(iter(cfg.validation_sets.values())), seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
@@ -225,7 +221,7 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
         f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of domain "
         f"'{domain}'; use fewer"
       )
-    share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
+    share = max(1 << 18, int(size * weights[domain]))
     streams.append(windows(Order([part], seed), name=domain, window_bytes=share))
   return streams, [weights[stream.name] for stream in streams]
 

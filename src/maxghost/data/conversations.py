@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
+from maxghost.config import ConfigError, DataConfig, did_you_mean
 from maxghost.config.plugins import REFERENCE_COLUMNS
-from maxghost.config.schema import DataConfig
-from maxghost.data import chat, packing
-from maxghost.data.packing import Encoded
+from maxghost.data import chat
+from maxghost.data.packing import Encoded, token_dtype
 from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials
 from maxghost.data.windows import Units, concatenated
 
@@ -211,7 +210,7 @@ class ConversationUnits(Units):
   def joined(self, documents: np.ndarray, found: list[list[tuple[np.ndarray, np.ndarray]]], side: int = 0) -> Encoded:
     """One side of the documents, as `sides` gave them, end to end."""
     ids, weights = ([one[side][part] for one in found] for part in (0, 1))
-    tokens = concatenated(ids).astype(packing.token_dtype(self.tokenizer.vocab_size))
+    tokens = concatenated(ids).astype(token_dtype(self.tokenizer.vocab_size))
     ends = np.cumsum(list(map(len, ids)), dtype=np.int64)
     return Encoded(tokens, ends, documents, None, weights=concatenated(weights).astype(np.float32))
 

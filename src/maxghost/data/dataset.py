@@ -68,7 +68,6 @@ class Dataset:
     return source[place]
 
   def document_id(self, index: int) -> DocumentId:
-    """(domain, path, offset) of a document."""
     source, place = self._locate(index)
     return source.document_id(place)
 
@@ -144,9 +143,8 @@ class Dataset:
     number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)
     encoded = part.encode_documents(part.split.pool(domain, POOL_DOCUMENTS))
     name = text_hash(domain)
-    rows = packing.pack(
-      encoded, self.layout, lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)
-    )
+    order = lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)  # noqa: E731
+    rows = packing.pack(encoded, self.layout, order)
     if not len(rows):
       raise ConfigError(
         f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"

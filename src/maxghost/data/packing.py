@@ -173,19 +173,12 @@ def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: n
   row_ends = np.cumsum(np.bincount(row, minlength=num_rows))
   length = length[by_row]
   heads = np.repeat(_starts(row_ends), np.diff(row_ends, prepend=0))  # the first chunk of each chunk's row
-  before = np.cumsum(length) - length
-  return Rows(
-    encoded.tokens,
-    row_ends,
-    start[by_row],
-    length,
-    encoded.documents[document[by_row]],
-    _offsets(encoded, document, start)[by_row],
-    slot=np.arange(len(heads)) - heads,
-    begin=(before - before[heads]).astype(np.int32),
-    weights=encoded.weights,
-    reference=None if encoded.reference is None else encoded.reference[document[by_row]],
-  )
+  before, offset = np.cumsum(length) - length, _offsets(encoded, document, start)[by_row]
+  slot, begin = np.arange(len(heads)) - heads, (before - before[heads]).astype(np.int32)
+  document, start = document[by_row], start[by_row]
+  reference = None if encoded.reference is None else encoded.reference[document]
+  chunks = (row_ends, start, length, encoded.documents[document], offset, slot, begin)
+  return Rows(encoded.tokens, *chunks, encoded.weights, reference)
 
 
 def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.ndarray:

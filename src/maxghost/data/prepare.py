@@ -123,10 +123,8 @@ def _claim(job: Job) -> None:
   mine = {
     "source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
     "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
-    "files": source.files,
+    "files": source.files, **({"fields": [*source.fields]} if source.fields else {}),
   }  # fmt: skip
-  if source.fields:
-    mine["fields"] = list(source.fields)
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
@@ -170,8 +168,7 @@ def _write_part(job: Job, part: int) -> dict:
   scratch = shard.with_suffix(".tmp")
   names = (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
-  paths: dict[tuple[str, str], int] = {}
-  counts: dict[str, int] = dict.fromkeys(("empty", "corrupt"), 0)
+  paths, counts = {}, dict.fromkeys(("empty", "corrupt"), 0)
   writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)
   dtype, lengths = token_dtype(job.tokenizer.vocab_size), []
   for block in _blocks(_documents(job, part, columns, paths, counts)):
@@ -195,9 +192,7 @@ def _write_part(job: Job, part: int) -> dict:
   return manifest
 
 
-def _documents(
-  job: Job, part: int, columns: dict[str, list], paths: dict[tuple[str, str], int], counts: dict[str, int]
-) -> Iterator[_Document]:
+def _documents(job: Job, part: int, columns: dict[str, list], paths: dict, counts: dict) -> Iterator[_Document]:
   """A part's documents that hold text, read a few megabytes at a time. Adds to the columns, paths and counts."""
   source, tokenizer = job.source, job.tokenizer
   step = max(1, _READ_BYTES // max(1, source.num_bytes // len(source)))

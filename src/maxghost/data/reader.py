@@ -182,10 +182,9 @@ class TrainIterator(Iterator[Batch]):
         "the data or its settings changed since the position was saved "
         f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
       )
-    if missing := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
-      raise ConfigError(
-        f"the saved data position has no lanes {missing}; join the positions of all processes with data.merge_states"
-      )
+    if lost := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
+      fix = "join the positions of all processes with data.merge_states"
+      raise ConfigError(f"the saved data position has no lanes {lost}; {fix}")
     for lane, cursors in self._lanes.items():
       for stream, cursor in zip(self._streams, cursors, strict=True):
         epoch, window, row = state["lanes"][str(lane)]["streams"][stream.name]

@@ -101,8 +101,8 @@ class TeacherLogits:
         self._records[text_hash(tokens[first:stop].tobytes())] = shard[first:stop]
 
   def arrays(self, batch: Batch, num_entries: int, dtype: Any) -> dict[str, np.ndarray]:
-    """`LOGITS`, `IDS` and `LOG_SUM` of a batch, the k largest of each position; padding gets uniform ones. ConfigError
-    for a segment whose logits are not there."""
+    """`LOGITS`, `IDS` and `LOG_SUM` of a batch, the k largest of each position; padding gets uniform ones. Raises
+    ConfigError for a segment whose logits are not there."""
     shape = batch.arrays["inputs"].shape
     logits, log_sum = np.zeros((*shape, num_entries), dtype), np.full(shape, np.log(num_entries + 1), dtype)
     out = {LOGITS: logits, IDS: np.zeros(logits.shape, np.int32), LOG_SUM: log_sum}
@@ -147,7 +147,7 @@ def check(cfg: Config) -> None:
 
 
 def bind(folder: str, rows: int, train: TrainIterator) -> None:
-  """Makes the positions of the iterator depend on the logits. rows: of a step. ConfigError for those of other rows."""
+  """Makes the positions of the iterator depend on the logits. rows: of a step. Raises ConfigError for other rows."""
   held, position = open_logits(folder), train.state()
   if held.about["data"]["fingerprint"] != position["fingerprint"]:
     changed = changed_keys(held.about["data"]["files"], position["files"])

@@ -110,9 +110,12 @@ def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
 def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
   """Raises ConfigError when add_bos or add_eos asks for a token that the tokenizer lacks."""
   wanted = (("add_bos", "begin", add_bos, tokenizer.bos_id), ("add_eos", "end", add_eos, tokenizer.eos_id))
-  if lacking := [(key, place) for key, place, asked, found in wanted if asked and found is None]:
-    said = "{}=true, but the tokenizer {} has no {}-of-document token; use {}=false"
-    raise ConfigError(*(said.format(key, tokenizer.name, place, key) for key, place in lacking))
+  if problems := [
+    f"{key}=true, but the tokenizer {tokenizer.name} has no {place}-of-document token; use {key}=false"
+    for key, place, asked, found in wanted
+    if asked and found is None
+  ]:
+    raise ConfigError(*problems)
 
 
 class ByteTokenizer(Tokenizer):

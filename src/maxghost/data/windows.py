@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxghost.data import packing
 from maxghost.data.hashing import GOLDEN, combine, content_hashes, permutation, shuffled_index, text_hash
-from maxghost.data.packing import Encoded, Layout, Rows
+from maxghost.data.packing import Encoded, Layout, Rows, pack, token_dtype
 from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
@@ -111,7 +110,7 @@ class Units:
     before, after = int(self.layout.add_bos), int(self.layout.add_eos)
     lengths = concatenated([lengths for _, lengths, _ in pieces])
     ends = np.cumsum(lengths + before + after)
-    tokens = np.empty(int(ends[-1]) if len(ends) else 0, packing.token_dtype(self.tokenizer.vocab_size))
+    tokens = np.empty(int(ends[-1]) if len(ends) else 0, token_dtype(self.tokenizer.vocab_size))
     is_text = np.ones(len(tokens), bool)
     if before:
       heads = ends - lengths - before - after
@@ -206,7 +205,7 @@ class Windows:
     place = np.arange(first, min(first + self._units_per_window, self._num_units(lane)))
     encoded, counts = self.units.encode(self._order.units(epoch, place * self._num_lanes + lane))
     seeds = (text_hash("window", self.name), self.seed, lane, epoch, window)
-    rows = packing.pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
+    rows = pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
     return rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())}
 
   def from_workers(self, lane: int, epoch: int, window: int, num_workers: int) -> Iterator[tuple[Rows, dict[str, int]]]:

@@ -123,10 +123,10 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
 
 def _target_axis(checkpoint: Checkpoint, target: Target) -> int:
   given, ours = target.scan_axis, target.layout == MAXGHOST
-  if ours and given not in (None, 0):
-    raise LayoutError(f"target_scan_axis={given}: maxghost stacks layers on dimension 0")
   if given is None:
     return 0 if ours else 1 if checkpoint.layout == MAXGHOST else checkpoint.scan_axis
+  if ours and given:
+    raise LayoutError(f"target_scan_axis={given}: maxghost stacks layers on dimension 0")
   if given < 0:
     raise LayoutError(f"target_scan_axis={given}: must be 0 or more")
   return given
@@ -261,8 +261,7 @@ def _step_leaf(step: StoredArray, target: Target, end: TreePath) -> TargetLeaf:
   """int32 in Linen, uint32 in NNX. Raises LayoutError where the number does not fit both."""
   if step.shape or step.dtype.kind not in "iu":
     raise LayoutError(f"step is {step.dtype}{list(step.shape)}, not one integer")
-  value = int(step.read(None))
-  if not 0 <= value <= 2**31 - 1:
+  if not 0 <= (value := int(step.read(None))) < 2**31:
     raise LayoutError(f"step={value}: only 0 to {2**31 - 1} can be moved")
   path, dtype = (("step",), "int32") if target.is_linen else (("optimizer", "step", *end), "uint32")
   return TargetLeaf(path, (Ref(step),), cast=dtype)
@@ -272,9 +271,8 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, end: TreePath)
   """Random keys and counts keep their layer axis, 0. Returns the paths of what else is no parameter."""
   tree = checkpoint.aux
   if target.drop_rngs:
-    if tree.leaves:
-      arrays = {id(ref.array) for ref in tree.leaves.values()}
-      plan.notes.append(f"dropped {len(arrays)} random-state leaves (--drop_rngs)")
+    arrays = {id(ref.array) for ref in tree.leaves.values()}
+    plan.notes += [f"dropped {len(arrays)} random-state leaves (--drop_rngs)"] * bool(arrays)
     return []
   root = ("nnx_aux", "model") if target.is_linen else ("model",)
   try:

@@ -38,12 +38,13 @@ _SCALING = {
 }
 
 
+@dataclasses.dataclass
 class _Reader:
   """A config.json, and the problems found in it, which are raised together."""
 
-  def __init__(self, content: Mapping[str, Any], origin: str):
-    self.content, self.origin = content, origin
-    self.problems: list[str] = []
+  content: Mapping[str, Any]
+  origin: str
+  problems: list[str] = dataclasses.field(default_factory=list)
 
   def get(self, *names: str, default: Any = None) -> Any:
     """The first of `names` that is there and is not null."""
@@ -58,9 +59,9 @@ class _Reader:
 
   def entry(self, entry: Entry) -> Any:
     if (value := self.get(*entry.names)) is None:
-      if callable(entry.default):
-        return None if self.problems else entry.default(self.content)  # what it is made from may be at fault
-      return entry.default
+      if not callable(entry.default):
+        return entry.default
+      return None if self.problems else entry.default(self.content)  # what it is made from may be at fault
     name, field = " or ".join(entry.names), _FIELDS[entry.key]
     value = self.typed(name, value, field.type)
     for text in () if value is None else limit_problems(field, value):
@@ -77,8 +78,7 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   """The model keys that make the function of a config.json. Raises LayoutError for what no key can express."""
   family, read = _family(content, origin), _Reader(content, origin)
   entries = family.huggingface.entries
-  missing = [entry.names[0] for entry in entries if entry.default is REQUIRED and read.get(*entry.names) is None]
-  if missing:
+  if missing := [x.names[0] for x in entries if x.default is REQUIRED and read.get(*x.names) is None]:
     raise LayoutError(f"{origin} has no {', '.join(missing)}")
   keys = {**family.needs, "decoder_block": family.name} | {entry.key: read.entry(entry) for entry in entries}
   for name, allowed in family.huggingface.demands.items():
@@ -199,10 +199,8 @@ def config_json(
   family = FAMILIES[model.decoder_block]
   theirs = family.huggingface
   content = {"use_cache": True} | ({"output_router_logits": False} if family.routed else {}) | dict(others or {})
-  content |= {
-    "architectures": [theirs.model_class], "model_type": theirs.model_type, "dtype": dtype, "torch_dtype": dtype,
-  }  # fmt: skip
-  content |= {name: allowed[0] for name, allowed in theirs.demands.items()}
+  content |= {"architectures": [theirs.model_class], "model_type": theirs.model_type}
+  content |= {"dtype": dtype, "torch_dtype": dtype, **{name: known[0] for name, known in theirs.demands.items()}}
   for entry in theirs.entries:
     value = expert_width(model) if entry.key == "base_moe_mlp_dim" else getattr(model, entry.key)
     content |= dict.fromkeys(entry.names, value)
@@ -243,9 +241,8 @@ def _write_rotary(model: ModelConfig) -> dict[str, Any]:
   """In the words of transformers 5 and of 4."""
   scaling: dict[str, Any] = {}
   if model.rope_type != "default":
-    names = _YARN if model.rope_type == "yarn" else _LLAMA3
-    scaling = {"rope_type": "yarn" if model.rope_type == "yarn" else "llama3"}
-    scaling |= {theirs: getattr(model, ours) for ours, theirs in names.items()}
+    kind, names = ("yarn", _YARN) if model.rope_type == "yarn" else ("llama3", _LLAMA3)
+    scaling = {"rope_type": kind} | {theirs: getattr(model, ours) for ours, theirs in names.items()}
     scaling["original_max_position_embeddings"] = model.original_max_position_embeddings
     if model.rope_type == "yarn" and not model.rope_attention_scaling:
       scaling["attention_factor"] = 1.0

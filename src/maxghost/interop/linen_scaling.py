@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.checkpoint import compare
+from maxghost.checkpoint.compare import VALUE
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path
 from maxghost.config.arguments import Parser
@@ -21,6 +21,7 @@ from maxghost.interop.convert import check_target, write_checkpoint
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
+AnyPath = str | os.PathLike
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
 # Which power of the gradient a moment holds, by the name optax gives it; a weight holds power 0.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
@@ -41,14 +42,7 @@ def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> n
   return (wide * factor if grows else wide / factor).astype(array.dtype)
 
 
-def rescale_checkpoint(
-  source: str | os.PathLike,
-  target_path: str | os.PathLike,
-  head_dim: int,
-  to: str,
-  *,
-  say: Callable[[str], None] = print,
-) -> None:
+def rescale_checkpoint(source: AnyPath, target_path: AnyPath, head_dim: int, to: str, *, say: Callable = print) -> None:
   """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit."""
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
@@ -70,7 +64,7 @@ def rescale_checkpoint(
   def change(path: TreePath, block: np.ndarray) -> np.ndarray:
     return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
 
-  rescaled = lambda row: row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
+  rescaled = lambda row: row.kind == VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
   write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 

@@ -16,7 +16,7 @@ from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, 
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, TreePath
 from maxghost.config.values import slash_path
-from maxghost.interop.convert import read_block, with_key_type
+from maxghost.interop.convert import read_block
 from maxghost.interop.convert_plan import TargetLeaf
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.linen_scaling import is_query, rescale_leaf
@@ -52,9 +52,8 @@ def open_load(
   """
   raw = path if isinstance(path, RawTree) else open_tree(path)
   path, source = raw.origin, read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  target = read_checkpoint(
-    layouts_store.tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0)
-  )
+  model = layouts_store.tree_from_memory(wanted, "the model")
+  target = read_checkpoint(model, ReadOptions(layout=MAXGHOST, scan_axis=0))
   found = _Matcher(widen)
   found.match(target.params, source.params)
   unused = [leaf_text(leaf) for leaf, ref in source.params.leaves.items() if ref not in found.used]
@@ -165,9 +164,8 @@ def _look_up(tree: Any, path: TreePath) -> Any:
 
 
 def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
-  value = with_key_type(block, key_impl) if layouts_store.is_typed_key(wanted) else block
-  if (sharding := getattr(wanted, "sharding", None)) is None:
-    return value
   import jax
 
-  return jax.device_put(value, sharding)
+  is_key, sharding = key_impl and layouts_store.is_typed_key(wanted), getattr(wanted, "sharding", None)
+  value = jax.random.wrap_key_data(jax.numpy.asarray(block), impl=key_impl) if is_key else block
+  return value if sharding is None else jax.device_put(value, sharding)

@@ -19,10 +19,9 @@ from maxghost.config.schema import AdapterConfig
 from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.peft import Arrays, Settings
 
 
-def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[str, np.ndarray]]:
+def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, dict[str, np.ndarray]]:
   """As `peft.load_adapter`, from a folder of PEFT or from a run or checkpoint with adapters. Raises ConfigError."""
   if (file := full_path(path) / peft.CONFIG).is_file():
     try:
@@ -40,7 +39,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[s
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
       found[name, layer] = {None: reader.part(ref, tuple(slice(0, size) for size in ref.shape))}
   few_bits = given.lora_weight_qtype if given.lora_weight_qtype in ("int8", "nf4") else ""
-  settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, base_qtype=few_bits)
+  settings = peft.Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, base_qtype=few_bits)
   return settings, peft.stack(found, model, place.tree)
 
 
@@ -66,7 +65,7 @@ def open_merged(base: RawTree, model: ModelConfig, adapter: str | Path, say: Cal
   return merged(base, model, settings, arrays)
 
 
-def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays) -> RawTree:
+def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: peft.Arrays) -> RawTree:
   """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits."""
   found, problems, checkpoint = peft.unstack(arrays, model), [], read_checkpoint(base, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:

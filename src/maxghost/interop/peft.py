@@ -268,8 +268,7 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   parameters = None  # PEFT reads adapters of single experts only where all their matrices have one
   if settings.config.get("target_parameters") or experts != matrices:
     parameters = tuple({"down_proj" if path.endswith("/wo") else "gate_up_proj" for path in experts})
-  held: list[tuple[Place, list]] = []
-  used, problems, own = set(), [], set()
+  held, used, problems, own = [], set(), [], set()
   for place in places(model, parameters):
     leaves = [leaf for pair in place.leaves for leaf in pair]
     lost, one = [leaf for leaf in leaves if leaf not in found], slice(None) if place.expert is None else place.expert

@@ -14,6 +14,7 @@ from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
 T = TypeVar("T")
+_REPAIR = "repair or remove it, or use on_corrupt=skip"
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
 COLUMNS = {
   "conversations": ("messages", "prompt", "completion", "tools"),
@@ -59,6 +60,7 @@ class Source(Protocol):
 
   def document_id(self, index: int) -> DocumentId:
     """The id of a document, without reading its text where the format allows that."""
+    ...
 
   def place(self, index: int) -> str:
     """The file of a document and its place there, for a message."""
@@ -70,12 +72,15 @@ class Source(Protocol):
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     """int64[n]: the place in `domains` of each document."""
+    ...
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
     """uint64[n]: a hash of each document's id; decides the split."""
+    ...
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     """The documents' texts. Raises CorruptError."""
+    ...
 
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
     """int64[n]: bytes of the texts; None where the texts have to be read for that."""
@@ -94,15 +99,12 @@ def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
 def left_out(error: CorruptError, on_corrupt: str) -> str:
   """The note that a file is left out. Raises ConfigError with on_corrupt=error."""
   if on_corrupt == "error":
-    raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
+    raise ConfigError(f"{error}; {_REPAIR}") from error
   return f"left out: {error}"
 
 
 def read_or_skip(
-  read: Callable[[np.ndarray], Iterable[T]],
-  indices: np.ndarray,
-  on_corrupt: str = "skip",
-  fix: str = "repair or remove it, or use on_corrupt=skip",
+  read: Callable[[np.ndarray], Iterable[T]], indices: np.ndarray, on_corrupt: str = "skip", fix: str = _REPAIR
 ) -> list[T | None]:
   """The results of `read`, one for each index; None for a corrupt one. With on_corrupt=error ConfigError names it."""
   try:

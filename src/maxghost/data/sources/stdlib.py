@@ -74,18 +74,13 @@ def _is_table(path: str) -> bool:
 def _read(library: Path, path: str) -> bytes:
   """A module's bytes; empty where it is not UTF-8, so that every document is valid text."""
   raw = (library / path).read_bytes()
-  try:
-    raw.decode("utf-8")
-  except UnicodeDecodeError:
-    return b""
-  return raw
+  return raw if raw.decode("utf-8", "ignore").encode() == raw else b""
 
 
 def _whole(domain: str, library: Path, modules: Iterable[str]) -> Iterator[Document]:
   for path in modules:
     text = _read(library, path)
-    if domain == "code":
-      text = _DOCSTRING.sub(rb"\1\2\2", text)
+    text = _DOCSTRING.sub(rb"\1\2\2", text) if domain == "code" else text
     if text.strip():
       yield Document(domain, path, 0, text)
 

@@ -43,10 +43,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   """
   kinds = [_kind(file.path, cfg.train_data_columns) for file in files]
   if cap and PARQUET in kinds:
-    raise ConfigError(
-      f"dataset_domain_bytes={cap} does not work with Parquet, which does not tell the size of a row; "
-      "use 0, or fewer files"
-    )
+    said = "does not work with Parquet, which does not tell the size of a row; use 0, or fewer files"
+    raise ConfigError(f"dataset_domain_bytes={cap} {said}")
   plain, parquet = Opened(_open, _OPEN_FILES), Opened(_Parquet, _OPEN_PARQUET)
   packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
   names = (*base.wanted_fields(cfg.document_fields).values(), *(("domain",) if own else ()))
