@@ -129,7 +129,7 @@ class Dataset:
     domain: default that of the first validation set. Raises ConfigError when it has no held-out documents.
     """
     rows = self.validation_rows(domain)
-    num_rows //= rows.height
+    num_rows //= 1 if rows.partner is None else 2  # a pair makes two rows of a batch
     numbers = (index * num_rows + np.arange(num_rows)).tolist()
     pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)

@@ -64,11 +64,6 @@ class Rows:
   def __len__(self) -> int:
     return len(self.row_ends)
 
-  @property
-  def height(self) -> int:
-    """Rows of a batch that one row makes."""
-    return 1 if self.partner is None else 2
-
   def numbered_from(self, first: int) -> "Rows":
     """The same with `first` added to the documents' indices."""
     partner = None if self.partner is None else self.partner.numbered_from(first)

@@ -70,8 +70,7 @@ def _texts(
 
 def _record(readers: Opened, path: str, kind: str, record: int, _: int) -> dict[str, Any]:
   """The fields of a record; none where it is JSON of another kind."""
-  (raw,) = read_records(readers, path, [record])
-  values = _parsed(f"{path}, record {record}", kind, raw)
+  values = _parsed(f"{path}, record {record}", kind, read_records(readers, path, [record])[0])
   return values if isinstance(values, dict) else {}
 
 
