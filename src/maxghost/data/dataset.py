@@ -45,7 +45,9 @@ class DomainSummary:
 
 
 class Dataset:
-  """Documents, split, packed and batched, numbered through the training source, then through the held-out files.
+  """Documents, split, packed and batched. Made by `load_dataset`.
+
+  Documents are numbered through the training source, then through the held-out files.
 
   Attributes:
     parts: the training source, and the held-out files if there are any.
@@ -126,7 +128,8 @@ class Dataset:
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end.
 
-    domain: default that of the first validation set. Raises ConfigError when it has no held-out documents.
+    A function of the arguments and the configuration. domain: default that of the first validation set. Raises
+    ConfigError when the domain has no held-out documents.
     """
     rows = self.validation_rows(domain)
     num_rows //= 1 if rows.partner is None else 2  # a pair makes two rows of a batch

@@ -113,8 +113,11 @@ class TrainIterator(Iterator[Batch]):
     """Sets the shares of the domains: [(b, {domain: share})], each from batch b of the run on.
 
     The list holds all changes of the run in order of b; a later call may extend it. `state()` does not contain it: the
-    caller saves the changes and passes them again after `restore`. Raises ConfigError where dataset_mixture has no
-    shares, and ValueError for a change at a batch that was drawn already.
+    caller saves the changes and passes them again after `restore`.
+
+    Raises:
+      ConfigError: dataset_mixture has no shares.
+      ValueError: a change at a batch that was drawn already.
     """
     if self._weights is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
@@ -170,7 +173,8 @@ class TrainIterator(Iterator[Batch]):
   def restore(self, state: dict) -> None:
     """Continues from a `state()` of the same data and settings, saved with any number of shards.
 
-    Raises ConfigError where the data changed (it names the files), or the state lacks a lane of this process.
+    Raises:
+      ConfigError: the data changed (the message names the files), or the state lacks a lane of this process.
     """
     if state.get("version") != _STATE_VERSION:
       raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
