@@ -112,10 +112,7 @@ def _verify(parsed: argparse.Namespace) -> int:
   if not (Path(parsed.folder) / INDEX_FILE).is_file():
     raise config.ConfigError(f"{parsed.folder} holds no {INDEX_FILE}; give a folder that `prepare` has written")
   problems = preparing.verify(parsed.folder)
-  for problem in problems:
-    print(problem)
-  if not problems:
-    print(f"{parsed.folder}: every shard is as it was written")
+  print("\n".join(problems or [f"{parsed.folder}: every shard is as it was written"]))
   return 1 if problems else 0
 
 
