@@ -4,13 +4,15 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from maxghost.checkpoint.layouts import LINEN, NNX, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.checkpoint.layouts_store import nested, tree_from_memory
-from maxghost.interop.convert import read_block, with_key_type
+from maxghost.interop.convert import read_block
 from maxghost.interop.convert_plan import Target, make_plan
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "maxtext"
@@ -44,7 +46,9 @@ def convert_tree(tree: Any, to: str = "", *, read: ReadOptions | None = None, **
   flat: dict[tuple, Any] = {path: empties.get(empty.kind, lambda: None)() for path, empty in plan.empties}
   reader = LayerReader(1 << 31)
   for leaf in plan.leaves:
-    flat[leaf.path] = with_key_type(read_block(reader, leaf), leaf.key_impl)
+    words = read_block(reader, leaf)
+    is_key = leaf.key_impl is not None
+    flat[leaf.path] = jax.random.wrap_key_data(jnp.asarray(words), impl=leaf.key_impl) if is_key else words
   return nested(flat)
 
 

@@ -36,12 +36,8 @@ def _run(arguments: list[str]) -> int:
   verify.set_defaults(config=None)
   _command(commands, "show", "what a run of a configuration reads: domains, held-out documents, packing")
   repeats = _command(commands, "duplicates", "training documents that repeat held-out ones, or each other")
-  repeats.add_argument(
-    "--near",
-    type=float,
-    metavar="SHARE",
-    help="also near-copies of held-out documents: those that share this much of their 8-word shingles, 0 to 1",
-  )
+  about = "also near-copies of held-out documents: those that share this much of their 8-word shingles, 0 to 1"
+  repeats.add_argument("--near", type=float, metavar="SHARE", help=about)
   repeats.add_argument("--output", help="write the ids of the copies to this file, for dataset_exclude_file")
   parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
   if wrong := [item for item in more if item.startswith("-") or parsed.config is None]:
@@ -86,8 +82,8 @@ def _prepare(parsed: argparse.Namespace) -> int:
     f"{len(meta['shards'])} shards; {meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
   )
   made, sets = meta["tokenizer"], ",".join(data.ghost_val_sets)
-  where = f" tokenizer_path={Path(parsed.output) / made['path']}" if made["copied"] else ""
-  where = where or (f" tokenizer_path={made['path']}" if made["path"] else "")
+  path = Path(parsed.output) / made["path"] if made["copied"] else made["path"]
+  where = f" tokenizer_path={path}" if path else ""
   print(
     f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
     f"vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")
@@ -116,10 +112,7 @@ def _verify(parsed: argparse.Namespace) -> int:
   if not (Path(parsed.folder) / INDEX_FILE).is_file():
     raise config.ConfigError(f"{parsed.folder} holds no {INDEX_FILE}; give a folder that `prepare` has written")
   problems = preparing.verify(parsed.folder)
-  for problem in problems:
-    print(problem)
-  if not problems:
-    print(f"{parsed.folder}: every shard is as it was written")
+  print("\n".join(problems or [f"{parsed.folder}: every shard is as it was written"]))
   return 1 if problems else 0
 
 

@@ -8,12 +8,11 @@ import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
 from maxghost.data import sources
-from maxghost.data.conversations import ConversationUnits, Rendering
+from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
 from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import FIRST_FIT, Layout
-from maxghost.data.pairs import PairUnits
 from maxghost.data.prepared import PreparedSource, PreparedUnits, is_prepared
 from maxghost.data.reader import TrainIterator
 from maxghost.data.sources import text
@@ -24,7 +23,6 @@ from maxghost.data.tokenizers import ByteTokenizer, Tokenizer, check_specials, l
 from maxghost.data.windows import Order, Units, Windows
 
 _MOST_FILES_IN_A_STATE = 1000
-_SMALLEST_WINDOW = 1 << 18  # bytes
 
 
 def load_dataset(
@@ -66,16 +64,14 @@ def open_all(
       f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer_type={cfg.tokenizer_type}; "
       f"use vocab_size={tokenizer.vocab_size} or more"
     )
-  folders = [item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)]
-  if not folders:
+  folder = next((item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)), None)
+  if folder is None:
     return sources.open_source(cfg, seed), tokenizer
   if records != "text":
-    raise ConfigError(
-      f"dataset_files has {folders[0]}, a prepared corpus of plain text, but the objective reads {records}"
-    )
+    raise ConfigError(f"dataset_files has {folder}, a prepared corpus of plain text, but the objective reads {records}")
   if len(cfg.dataset_files) > 1:
-    raise ConfigError(f"dataset_files has {folders[0]}, a prepared corpus, which goes alone; prepare all as one")
-  return PreparedSource(folders[0], tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
+    raise ConfigError(f"dataset_files has {folder}, a prepared corpus, which goes alone; prepare all as one")
+  return PreparedSource(folder, tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
 
 
 def make_dataset(
@@ -98,13 +94,10 @@ def make_dataset(
   _check_rows(cfg, source, batch_size, num_shards)
   parts = _parts(source, cfg, seed, tokenizer, layout, records)
   streams, weights = _streams(cfg, parts[0], seed)
+  identity, per_lane = _identity(cfg, seed, batch_size, parts), batch_size // cfg.dataset_shards
+  rows = (shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards)
   train = TrainIterator(
-    streams,
-    weights,
-    _identity(cfg, seed, batch_size, parts),
-    rows_per_lane=batch_size // cfg.dataset_shards,
-    rows=(shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards),
-    num_workers=cfg.grain_worker_count,
+    streams, weights, identity, rows_per_lane=per_lane, rows=rows, num_workers=cfg.grain_worker_count
   )
   dataset = Dataset(parts, train, next(iter(cfg.validation_sets.values())), seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
@@ -140,26 +133,24 @@ def _parts(
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
   excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
   included = _included(cfg, source) if cfg.dataset_include_file else None
-  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included))]
-  kinds = [records]
+  splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included), records)]
   for kind, given in cfg.validation_files(records).items():
     plain = cfg if kind == records else dataclasses.replace(cfg, train_data_columns=DataConfig().train_data_columns)
     files = expand("ghost_val_sets", given)
     read = text.load(files, dataclasses.replace(kept(plain, kind), document_fields=()))
-    kinds.append(kind)
     if both := [domain for domain in read.domains if domain in source.domains]:
       raise ConfigError(
         f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
       )
-    splits.append((read, Split(read, read.domains, 1.0, seed)))
-  domains = [domain for one, _ in splits for domain in one.domains]
+    splits.append((read, Split(read, read.domains, 1.0, seed), kind))
+  domains = [domain for one, *_ in splits for domain in one.domains]
   if not cfg.ghost_val_sets and not set(held_out) & set(domains):
     raise ConfigError(
       f"ghost_val_sets is not given; name the domain that documents are held out of: {', '.join(domains)}"
     )
   check_known("ghost_val_sets", held_out, domains, "the data")
   hashes, sizes = [], set()
-  for one, split in splits:
+  for one, split, _ in splits:
     for domain in (domain for domain in one.domains if domain in held_out):
       pool = split.pool(domain, POOL_DOCUMENTS)
       if not len(pool) and cfg.ghost_val_fraction > 0:
@@ -181,7 +172,7 @@ def _parts(
     )
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
-  for (one, split), kind in zip(splits, kinds, strict=True):
+  for one, split, kind in splits:
     make = PreparedUnits if isinstance(one, PreparedSource) else units_of(cfg, tokenizer, kind)
     parts.append(make(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
   return parts
@@ -218,11 +209,10 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
   size = cfg.shuffle_window_bytes
   if cfg.mixture == "proportional":
     return [windows(Order([units.all_units()], seed), name="", window_bytes=size)], None
-  parts = [units.units_of(number) for number in range(len(domains))]
+  parts, streams = [units.units_of(number) for number in range(len(domains))], []
   if cfg.mixture == "epochs":
     order = Order(parts, seed, [weights[domain] for domain in domains])
     return [windows(order, name="", window_bytes=size)], None
-  streams = []
   for domain, part in zip(domains, parts, strict=True):
     if weights[domain] <= 0:
       continue
@@ -231,7 +221,7 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
         f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of domain "
         f"'{domain}'; use fewer"
       )
-    share = max(_SMALLEST_WINDOW, int(size * weights[domain]))
+    share = max(1 << 18, int(size * weights[domain]))
     streams.append(windows(Order([part], seed), name=domain, window_bytes=share))
   return streams, [weights[stream.name] for stream in streams]
 

@@ -21,6 +21,7 @@ from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
 SETTINGS = "tokenizer_config.json"
 MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
+_MARKS = f"[{''.join(MARKS)}]"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages hold it
 _MARK_IT = "; give one with {% generation %} around what the assistant says, by chat_template_path"
 Spans = list[tuple[int, int]]  # begin and end of parts of a text
@@ -28,11 +29,11 @@ Spans = list[tuple[int, int]]  # begin and end of parts of a text
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """name: where the text `source` is from. words: the special tokens that templates know by name, (name, token)."""
+  """A chat template. Its methods raise ValueError with the reason in one line."""
 
-  name: str
+  name: str  # where the text `source` is from
   source: str
-  words: tuple[tuple[str, str], ...] = ()
+  words: tuple[tuple[str, str], ...] = ()  # the special tokens that templates know by name, (name, token)
 
   @property
   def is_marked(self) -> bool:
@@ -40,14 +41,12 @@ class Template:
     return "endgeneration" in self.source
 
   def render(self, messages: Sequence[dict], tools: Any = None, *, prompt: bool = False) -> str:
-    """The text of a conversation. prompt: with the beginning of the assistant's answer. Raises ValueError."""
-    return re.sub(f"[{''.join(MARKS)}]", "", self._render(messages, tools, prompt))
+    """The text of a conversation. prompt: with the beginning of the assistant's answer."""
+    return re.sub(_MARKS, "", self._render(messages, tools, prompt))
 
   def spans(self, messages: Sequence[dict], tools: Any, first: int) -> tuple[str, Spans, list[str]]:
-    """(the text, where the assistant speaks in it, the prompts that begin it).
-
-    first: the message from which on the assistant's turns count. Raises ValueError with the reason in one line.
-    """
+    """(the text, where the assistant speaks in it, the prompts that begin it). first: the message from which on the
+    assistant's turns count."""
     text, spans, prompts = (self._by_marks if self.is_marked else self._by_prefixes)(messages, tools, first)
     said = "".join(text[start:stop] for start, stop in spans)
     for turn, message in enumerate(messages):
@@ -57,7 +56,7 @@ class Template:
     return text, spans, prompts
 
   def _by_marks(self, messages, tools, first: int) -> tuple[str, Spans, list[str]]:
-    pieces = re.split(f"[{''.join(MARKS)}]", self._render(messages, tools, False))  # outside and inside, in turns
+    pieces = re.split(_MARKS, self._render(messages, tools, False))  # outside and inside, in turns
     text, ends = "".join(pieces), [*itertools.accumulate(map(len, pieces))]
     prompt = self.render(messages[:first], tools) if first else ""
     if not text.startswith(prompt):
@@ -100,8 +99,7 @@ def _with_reasoning(message: dict) -> dict:
 def load(path: str, tokenizer: Tokenizer) -> Template | None:
   """The template in the file `path`, else the tokenizer's; None where there is none. Raises ConfigError."""
   folder, key = tokenizer.path.parent if tokenizer.path else Path(), "chat_template_path" if path else ""
-  settings = folder / SETTINGS
-  said = read_settings(settings) if tokenizer.path else {}
+  settings, said = folder / SETTINGS, read_settings(folder / SETTINGS) if tokenizer.path else {}
   words = tuple((name, said[name]) for name in SPECIAL_WORDS if said.get(name))
   own = said.get("chat_template") or ""
   if isinstance(own, list):  # several, by name
@@ -113,16 +111,12 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
   if not path and not own:
     return None
   with naming(key, path):
-    template = Template(path or str(settings), _read(Path(path)) if path else own, words)
-    _compiled(template.name, template.source)
-  return template
-
-
-def _read(path: Path) -> str:
-  try:
-    return path.expanduser().read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f"chat template {path} cannot be read: {error}") from error
+    try:
+      source = Path(path).expanduser().read_text(encoding="utf-8") if path else own
+    except (OSError, UnicodeDecodeError) as error:
+      raise ConfigError(f"chat template {Path(path)} cannot be read: {error}") from error
+    _compiled(path or str(settings), source)
+  return Template(path or str(settings), source, words)
 
 
 @functools.lru_cache(8)

@@ -1,41 +1,41 @@
 """Conversations as documents: checked, rendered, tokenized, and weighted where the assistant speaks.
 
 The text of such a document is a JSON object: `messages` with roles, or `prompt` and `completion` (texts or messages),
-and `tools` for a template that shows them.
+and `tools` for a template that shows them. A pair of responses has `chosen` and `rejected` (texts or messages) with the
+`prompt` of both; without one, the prompt is what the tokens of both begin with.
 """
 
 import functools
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.schema import DataConfig
-from maxghost.data import chat, packing
-from maxghost.data.packing import Encoded
+from maxghost.config import ConfigError, DataConfig, did_you_mean
+from maxghost.config.plugins import REFERENCE_COLUMNS
+from maxghost.data import chat
+from maxghost.data.packing import Encoded, token_dtype
 from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials
 from maxghost.data.windows import Units, concatenated
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SYNONYMS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
+SIDES = ("chosen", "rejected")
 _EXAMINED = 10_000  # documents read before the training starts, so that what is wrong with them is said then
 Pieces = list[tuple[str | int, bool]]  # texts or ids of tokens, and whether they are trained
 
 
 @dataclass(frozen=True)
 class Conversation:
-  """messages: with roles. first: the one from which on the assistant is trained. tools: as the record has them.
-
-  plain: prompt and completion as texts, which no template changes, in place of messages.
-  """
+  """What a document of the kind `conversations` says."""
 
   messages: tuple[dict, ...] = ()
-  first: int = 0
+  first: int = 0  # the message from which on the assistant is trained
   tools: Any = None
-  plain: tuple[str, str] | None = None
+  plain: tuple[str, str] | None = None  # prompt and completion, which no template changes, in place of messages
 
 
 def read(text: bytes) -> Conversation:
@@ -103,17 +103,21 @@ class Rendering:
 
   @classmethod
   def of(cls, cfg: DataConfig, tokenizer: Tokenizer) -> "Rendering":
-    """Raises ConfigError for a template that cannot be read."""
     template = chat.load(cfg.chat_template_path, tokenizer)
     return cls(tokenizer, template, cfg.sft_train_on_completion_only, cfg.add_bos, cfg.add_eos)
 
   def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Ids (int32[n]) and weights (float32[n]) of a document. Raises ValueError with the reason in one line."""
     found = read(text)
-    if found.plain or self.template is None:
-      ids, weights = self._joined(self._pieces(found))
-    else:
+    if found.plain:
+      end = [(self.tokenizer.eos_id, True)] if self.add_eos and self.tokenizer.eos_id is not None else []
+      ids, weights = self._joined([(found.plain[0], False), (found.plain[1], True), *end])
+    elif self.template:
       ids, weights = self._templated(self.template, found)
+    elif found.tools:
+      raise ValueError("it has tools, which need a chat template; give chat_template_path")
+    else:
+      ids, weights = self._joined(self._turns(found.messages, found.first))
     if not weights[1:].any():
       raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
     return ids, weights if self.completion_only else np.ones_like(weights)
@@ -142,15 +146,6 @@ class Rendering:
     for start, stop in spans:
       weights[(places[:, 0] < stop) & (places[:, 1] > start)] = 1
     return ids, weights
-
-  def _pieces(self, found: Conversation) -> Pieces:
-    """A prompt and its completion as they are, or turns by lines."""
-    if found.plain is None and found.tools:
-      raise ValueError("it has tools, which need a chat template; give chat_template_path")
-    if found.plain is None:
-      return self._turns(found.messages, found.first)
-    end = [(self.tokenizer.eos_id, True)] if self.add_eos and self.tokenizer.eos_id is not None else []
-    return [(found.plain[0], False), (found.plain[1], True), *end]
 
   def _turns(self, messages: Sequence[dict], first: int = 0) -> Pieces:
     """Lines `role: content`; an answer ends with the end token. Raises ConfigError for a tokenizer of words."""
@@ -215,11 +210,53 @@ class ConversationUnits(Units):
   def joined(self, documents: np.ndarray, found: list[list[tuple[np.ndarray, np.ndarray]]], side: int = 0) -> Encoded:
     """One side of the documents, as `sides` gave them, end to end."""
     ids, weights = ([one[side][part] for one in found] for part in (0, 1))
-    tokens = concatenated(ids).astype(packing.token_dtype(self.tokenizer.vocab_size))
+    tokens = concatenated(ids).astype(token_dtype(self.tokenizer.vocab_size))
     ends = np.cumsum(list(map(len, ids)), dtype=np.int64)
     return Encoded(tokens, ends, documents, None, weights=concatenated(weights).astype(np.float32))
 
   @functools.cached_property
   def examined(self) -> dict[str, int]:
-    """The counts of the first documents, so that what is wrong with them is said before the training."""
     return self.encode(np.arange(min(len(self.source), _EXAMINED)))[1]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PairUnits(ConversationUnits):
+  """The pairs of a source. has_reference: whether records have the log-probabilities of the reference too."""
+
+  has_reference: bool = False
+
+  def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+    record = json.loads(text)
+    prompt, most, found = record.get("prompt"), self.layout.row_length + 1, []
+    for name in SIDES:
+      response = record.get(name)
+      if not response:
+        raise ValueError(f"it has no {name} response")
+      whole = {"messages": response} if isinstance(response, list) else {"prompt": "", "completion": response}
+      whole = whole if prompt is None else {"prompt": prompt, "completion": response}
+      tools = {"tools": record["tools"]} if "tools" in record else {}
+      found.append(self.rendering.encode(json.dumps(whole | tools, ensure_ascii=False).encode()))
+    (chosen, _), (rejected, _) = found
+    if np.array_equal(chosen[:most], rejected[:most]):
+      where = "" if np.array_equal(chosen, rejected) else f" up to max_target_length={most - 1}"
+      raise ValueError(f"its chosen and rejected responses are the same{where}")
+    if prompt is None:
+      size = min(len(chosen), len(rejected))
+      differ = np.flatnonzero(chosen[:size] != rejected[:size])
+      shared = int(differ[0]) if len(differ) else size
+      found = [(ids, np.where(np.arange(len(ids)) < shared, 0, weight)) for ids, weight in found]
+    for name in REFERENCE_COLUMNS if self.has_reference else ():
+      if not isinstance(value := record.get(name), int | float) or not math.isfinite(value):
+        raise ValueError(f"its {name} is {value!r}, no finite number")
+    for name, (_, weight) in zip(SIDES, found, strict=True):
+      if not weight[1:].any():
+        raise ValueError(f"its {name} response is only how the other one begins; end responses with add_eos=true")
+    return found
+
+  def joined(self, documents, found, side: int = 0) -> Encoded:
+    chosen, rejected = (super(PairUnits, self).joined(documents, found, number) for number in (0, 1))
+    if self.has_reference:
+      records = [json.loads(text or b"{}") for text in self.read(documents)]
+      known = [np.array([record[name] for record in records], np.float32) for name in REFERENCE_COLUMNS]
+      chosen, rejected = replace(chosen, reference=known[0]), replace(rejected, reference=known[1])
+    return replace(chosen, partner=rejected)

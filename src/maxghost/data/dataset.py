@@ -70,7 +70,6 @@ class Dataset:
     return source[place]
 
   def document_id(self, index: int) -> DocumentId:
-    """(domain, path, offset) of a document."""
     source, place = self._locate(index)
     return source.document_id(place)
 
@@ -133,7 +132,7 @@ class Dataset:
     ConfigError when the domain has no held-out documents.
     """
     rows = self.validation_rows(domain)
-    num_rows //= rows.height
+    num_rows //= 1 if rows.partner is None else 2  # a pair makes two rows of a batch
     numbers = (index * num_rows + np.arange(num_rows)).tolist()
     pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
@@ -147,9 +146,8 @@ class Dataset:
     number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)
     encoded = part.encode_documents(part.split.pool(domain, POOL_DOCUMENTS))
     name = text_hash(domain)
-    rows = packing.pack(
-      encoded, self.layout, lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)
-    )
+    order = lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)  # noqa: E731
+    rows = packing.pack(encoded, self.layout, order)
     if not len(rows):
       raise ConfigError(
         f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
@@ -159,14 +157,11 @@ class Dataset:
 
 def _cut(part: Units) -> list[str]:
   """What the reader found wrong with the first conversations of a source."""
-  met, of = part.examined, f"of the first {sum(part.examined.get(name, 0) for name in ('documents', 'corrupt')):,}"
-  lines = (
-    [f"{of} conversations, {met['corrupt']:,} are left out: they cannot be trained on"] if met.get("corrupt") else []
-  )
-  length = f"max_target_length={part.layout.row_length}"
-  return lines + (
-    [f"{of} conversations, {met['cut']:,} lose a part of their answers to {length}"] if met.get("cut") else []
-  )
+  met, length = part.examined, part.layout.row_length
+  of = f"of the first {met.get('documents', 0) + met.get('corrupt', 0):,} conversations"
+  said = {"corrupt": "are left out: they cannot be trained on"}
+  said["cut"] = f"lose a part of their answers to max_target_length={length}"
+  return [f"{of}, {met[name]:,} {what}" for name, what in said.items() if met.get(name)]
 
 
 def _summary(part: Units) -> list[DomainSummary]:
@@ -174,8 +169,7 @@ def _summary(part: Units) -> list[DomainSummary]:
   if len(source) > _MANY_DOCUMENTS and isinstance(source, PreparedSource):
     documents, sizes = source.meta["domain_documents"], source.meta["domain_bytes"]
     return [DomainSummary(domain, documents[domain], sizes[domain], None, None) for domain in source.domains]
-  table = np.zeros((len(source.domains), 4), np.int64)  # documents, bytes, held-out documents, held-out bytes
-  sized = True
+  table, sized = np.zeros((len(source.domains), 4), np.int64), True  # documents, bytes, and the same held out
   for indices in scan(len(source)):
     numbers = source.domain_numbers(indices)
     indices, numbers = indices[numbers >= 0], numbers[numbers >= 0]

@@ -2,6 +2,7 @@
 
 import json
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,32 +15,26 @@ from maxghost.data.hashing import content_hashes
 from maxghost.data.sources.base import CorruptError, Source, id_hash, import_package
 from maxghost.data.types import DocumentId
 
-_SHINGLE_WORDS = 8
-_PERMUTATIONS = 128
+_SHINGLE_WORDS, _PERMUTATIONS = 8, 128  # the standard error of a similarity is then at most 0.09
 _BATCH = 256  # documents read together
 
 
 @dataclass(frozen=True)
 class Pair:
-  """A training document and the document it repeats. held_out: whether the latter is held out.
-
-  similarity: 1 for an exact copy, else the estimated Jaccard similarity of the sets of 8-word shingles (standard error
-  at most 0.09).
-  """
+  """A training document and the document it repeats."""
 
   copy: DocumentId
   original: DocumentId
-  similarity: float
-  held_out: bool
+  similarity: float  # 1 for an exact copy, else the estimated Jaccard similarity of the sets of 8-word shingles
+  held_out: bool  # whether the original is
 
 
 def exact(documents: Iterable[tuple[DocumentId, bytes, bool]]) -> list[Pair]:
   """Byte-identical pairs among (id, text, held out). A group's original is its first held-out one, else its first."""
-  groups: dict[int, list[tuple[DocumentId, bool]]] = {}
+  groups, pairs = defaultdict(list), []
   for document, text, held_out in documents:
     if text:
-      groups.setdefault(int(content_hashes([text])[0]), []).append((document, held_out))
-  pairs = []
+      groups[int(content_hashes([text])[0])].append((document, held_out))
   for group in groups.values():
     group.sort(key=lambda member: not member[1])
     (original, is_held_out), *others = group
@@ -58,9 +53,7 @@ def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) 
     made.update_batch(shingles)
     return made
 
-  index = datasketch.MinHashLSH(threshold, _PERMUTATIONS)
-  known = {}
-  training = []
+  index, known, training = datasketch.MinHashLSH(threshold, _PERMUTATIONS), {}, []
   for document, text, held_out in documents:
     if text and held_out:
       known[document] = sketch(text)
@@ -95,10 +88,7 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
 
 def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
   """(hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s; the
-  number of `id`s that no record has).
-
-  Raises ConfigError naming the file and the line, which for dataset_exclude_file may be that of an `id` without record.
-  """
+  number of `id`s that no record has). Raises ConfigError naming the file and the line."""
   try:
     lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeDecodeError) as error:

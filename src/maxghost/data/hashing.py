@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 
 
 def text_hash(*parts: str | bytes) -> int:
@@ -34,9 +32,9 @@ def mix(x: np.ndarray | int) -> np.ndarray:
   Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
   """
   with np.errstate(over="ignore"):
-    x = np.asarray(x).astype(np.uint64) + _GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    x = np.asarray(x).astype(np.uint64) + GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
@@ -76,6 +74,11 @@ def shuffled_index(positions: np.ndarray, size: int, *seeds: int) -> np.ndarray:
   return out.astype(np.int64)
 
 
+def changed_keys(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+  """Names with another fingerprint in one than in the other, sorted."""
+  return sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+
+
 def sha256(path: str | os.PathLike) -> str:
   with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
@@ -84,7 +87,6 @@ def sha256(path: str | os.PathLike) -> str:
 def changed_files(folder: Path, known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
   """(name, sentence) of each file whose bytes have another SHA-256 than `known`, or that is missing."""
   for name, wanted in known.items():
-    path = folder / name
-    found = sha256(path) if path.is_file() else "missing"
+    found = sha256(folder / name) if (folder / name).is_file() else "missing"
     if found != wanted:
-      yield name, f"{path}: checksum {found[:16]}, written as {wanted[:16]}"
+      yield name, f"{folder / name}: checksum {found[:16]}, written as {wanted[:16]}"

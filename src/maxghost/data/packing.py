@@ -19,10 +19,10 @@ FIRST_FIT, CONCAT = "first_fit", "concat_then_split"
 
 @dataclass(frozen=True)
 class Layout:
-  """How tokens become rows. max_segments is S."""
+  """How tokens become rows."""
 
-  row_length: int
-  max_segments: int
+  row_length: int  # T
+  max_segments: int  # S
   strategy: str = FIRST_FIT
   add_bos: bool = True
   add_eos: bool = True
@@ -30,66 +30,39 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-  """Concatenated tokens of documents, with begin and end tokens.
+  """Concatenated tokens of documents, with begin and end tokens."""
 
-  Attributes:
-    tokens: uint16 or int32[N].
-    ends: int64[D], end of each document in `tokens`.
-    documents: int64[D], index of each document into the source.
-    byte_table: source bytes by token id; None where `sizes` holds them.
-    sizes: int64[N], source bytes of each token; empty with a byte_table.
-    weights: float32[N], loss weight of each token as a target; None = 1.
-    reference: float32[D], log-probability of each response under a reference; None = not known.
-    partner: the rejected responses of pairs, where this holds the chosen ones.
-  """
-
-  tokens: np.ndarray
-  ends: np.ndarray
-  documents: np.ndarray
-  byte_table: np.ndarray | None
-  sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-  weights: np.ndarray | None = None
-  reference: np.ndarray | None = None
-  partner: "Encoded | None" = None
+  tokens: np.ndarray  # uint16 or int32[N]
+  ends: np.ndarray  # int64[D], end of each document in `tokens`
+  documents: np.ndarray  # int64[D], index of each document into the source
+  byte_table: np.ndarray | None  # source bytes by token id; None where `sizes` holds them
+  sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64[N], source bytes of each token
+  weights: np.ndarray | None = None  # float32[N], loss weight of each token as a target; None = 1
+  reference: np.ndarray | None = None  # float32[D], log-probability of each response under a reference
+  partner: "Encoded | None" = None  # the rejected responses of pairs, where this holds the chosen ones
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
   """Packed rows, stored as the places of their segments in a token array; `fill` makes arrays of them.
 
-  Attributes:
-    tokens: uint16 or int32[N].
-    row_ends: int64[R], cumulative number of chunks. The following are per chunk, in the order of the rows.
-    start: int64[C], first pair in `tokens`.
-    length: int64[C], pairs.
-    document: int64[C], index into the source.
-    offset: int64[C], first byte in the document.
-    slot: int64[C], segment of the row.
-    begin: int32[C], position in the row.
-    weights: as in `Encoded`.
-    reference: float32[C], as in `Encoded`.
-    partner: for pairs, as many rows with the rejected responses in the same slots; two rows of a batch for each.
+  Tokens, weights and reference are as in `Encoded`. partner: as many rows with the rejected responses of pairs.
   """
 
   tokens: np.ndarray
-  row_ends: np.ndarray
-  start: np.ndarray
-  length: np.ndarray
-  document: np.ndarray
-  offset: np.ndarray
-  slot: np.ndarray
-  begin: np.ndarray
+  row_ends: np.ndarray  # int64[R], cumulative number of chunks; the following are per chunk, in the order of the rows
+  start: np.ndarray  # int64[C], first pair in `tokens`
+  length: np.ndarray  # int64[C], pairs
+  document: np.ndarray  # int64[C], index into the source
+  offset: np.ndarray  # int64[C], first byte in the document
+  slot: np.ndarray  # int64[C], segment of the row
+  begin: np.ndarray  # int32[C], position in the row
   weights: np.ndarray | None = None
   reference: np.ndarray | None = None
   partner: "Rows | None" = None
 
   def __len__(self) -> int:
     return len(self.row_ends)
-
-  @property
-  def height(self) -> int:
-    """Rows of a batch that one row makes."""
-    return 1 if self.partner is None else 2
 
   def numbered_from(self, first: int) -> "Rows":
     """The same with `first` added to the documents' indices."""
@@ -115,13 +88,10 @@ def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, int]:
-  """Places each chunk into the row with the least room that still holds it.
+  """Places each chunk into the row with the least room that still holds it; the row of each, int64[C], and R.
 
   Chunks are taken longest first (best-fit decreasing, Johnson 1973) within small groups that each contain all lengths;
-  otherwise the shortest chunks would fill rows that run out of segments before they are full. A bit set finds the row
-  in a few operations per chunk.
-
-  length: int64[C], each at most row_length. Returns the row of each chunk, int64[C], and the number of rows R.
+  otherwise the shortest chunks would fill rows that run out of segments before they are full. length: int64[C].
   """
   row = np.empty(len(length), np.int64)
   order = np.argsort(-length, kind="stable")
@@ -157,15 +127,13 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:
   """Concatenates the documents in `order` and cuts them where a row is full or has max_segments.
 
-  Returns:
-    Document, first pair, number of pairs and row of each chunk (int64[C] each).
+  Returns document, first pair, number of pairs and row of each chunk (int64[C] each).
   """
   starts = _starts(ends)
-  first = starts[order].tolist()
-  pairs = np.maximum(ends - starts - 1, 0)[order].tolist()
+  pairs = np.maximum(ends - starts - 1, 0)
   chunks: list[tuple[int, int, int, int]] = []
   row, room, used = 0, row_length, 0
-  for document, begin, left in zip(order.tolist(), first, pairs, strict=True):
+  for document, begin, left in zip(order.tolist(), starts[order].tolist(), pairs[order].tolist(), strict=True):
     while left:
       size = min(left, room)
       chunks.append((document, begin, size, row))
@@ -176,16 +144,14 @@ def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: i
 
 
 def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
-  """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which.
-
-  A pair needs the room of its longer response, and none is longer than a row.
-  """
+  """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which."""
   ends, segments, partner = encoded.ends, layout.max_segments, encoded.partner
   if layout.strategy == CONCAT:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
     num_rows = int(row[-1]) + 1 if len(row) else 0
   else:
     document, start, length = cut(ends, layout.row_length)
+    # A pair needs the room of its longer response, and none is longer than a row.
     other = length if partner is None else cut(partner.ends, layout.row_length)[2]
     row, num_rows = first_fit(np.maximum(length, other), layout.row_length, segments)
   place = np.empty(num_rows, np.int64)
@@ -197,26 +163,17 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
 
 
 def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: np.ndarray, row: np.ndarray) -> Rows:
-  """The chunks in the rows that they are placed in."""
   num_rows = int(row.max()) + 1 if len(row) else 0
   by_row = np.argsort(row, kind="stable")
   row_ends = np.cumsum(np.bincount(row, minlength=num_rows))
-  offset = _offsets(encoded, document, start)[by_row]
   length = length[by_row]
   heads = np.repeat(_starts(row_ends), np.diff(row_ends, prepend=0))  # the first chunk of each chunk's row
-  before = np.cumsum(length) - length
-  return Rows(
-    encoded.tokens,
-    row_ends,
-    start[by_row],
-    length,
-    encoded.documents[document[by_row]],
-    offset,
-    slot=np.arange(len(heads)) - heads,
-    begin=(before - before[heads]).astype(np.int32),
-    weights=encoded.weights,
-    reference=None if encoded.reference is None else encoded.reference[document[by_row]],
-  )
+  before, offset = np.cumsum(length) - length, _offsets(encoded, document, start)[by_row]
+  slot, begin = np.arange(len(heads)) - heads, (before - before[heads]).astype(np.int32)
+  document, start = document[by_row], start[by_row]
+  reference = None if encoded.reference is None else encoded.reference[document]
+  chunks = (row_ends, start, length, encoded.documents[document], offset, slot, begin)
+  return Rows(encoded.tokens, *chunks, encoded.weights, reference)
 
 
 def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.ndarray:
@@ -239,32 +196,31 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
   """The batch of the rows (rows, number of the row, epoch) in `pieces`; of pairs, chosen and rejected rows in turn."""
-  if pieces and pieces[0][0].partner is not None:
-    rejected = [(rows.partner, number, epoch) for rows, number, epoch in pieces if rows.partner is not None]
-    sides = [_fill(side, layout, pad_id) for side in (pieces, rejected)]
+  rejected = [(rows.partner, number, epoch) for rows, number, epoch in pieces if rows.partner is not None]
+  chosen = _fill(pieces, layout, pad_id)
+  if not rejected:
+    return chosen
+  other = _fill(rejected, layout, pad_id)
 
-    def in_turn(*arrays: np.ndarray) -> np.ndarray:
-      return np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
+  def in_turn(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    return np.stack((one, two), 1).reshape(-1, *one.shape[1:])
 
-    arrays = {name: in_turn(*(side.arrays[name] for side in sides)) for name in sides[0].arrays}
-    return Batch(
-      arrays, *(in_turn(*(getattr(side, name) for side in sides)) for name in ("document_BS", "offset_BS", "epoch_B"))
-    )
-  return _fill(pieces, layout, pad_id)
+  arrays = {name: in_turn(values, other.arrays[name]) for name, values in chosen.arrays.items()}
+  names = ("document_BS", "offset_BS", "epoch_B")
+  return Batch(arrays, *(in_turn(getattr(chosen, name), getattr(other, name)) for name in names))
 
 
 def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
   groups: dict[int, list[int]] = {}
   for b, (rows, _, _) in enumerate(pieces):
     groups.setdefault(id(rows), []).append(b)
-  weighted = any(rows.weights is not None for rows, _, _ in pieces)
-  parts = []
+  weighted, parts = any(rows.weights is not None for rows, _, _ in pieces), []
   for here in groups.values():
     numbers = np.array([pieces[b][1] for b in here], np.int64)
     parts.append(_filled(pieces[here[0]][0], numbers, layout, pad_id, weighted))
   columns = parts[0]
   if len(parts) > 1:  # rows of several streams of a mixture: restore the order of the pieces
-    back = np.argsort(np.concatenate([np.array(here) for here in groups.values()]))
+    back = np.argsort(np.concatenate([*groups.values()]))
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
   document_BS, offset_BS, inputs, targets, positions, segmentation, *more = columns
   names = (*(["targets_weights"] if weighted else []), REFERENCE)

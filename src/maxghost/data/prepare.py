@@ -1,8 +1,8 @@
 """Writes a prepared corpus: several processes tokenize a source, part by part.
 
 A part is a range of the source's documents and becomes one ArrayRecord shard. Its columns and its manifest (counts and
-the shard's SHA-256) are written last, by renaming. So after an interrupt the parts with a manifest are kept and the
-others are written again. When all parts are complete, their columns are joined into the index.
+the shard's SHA-256) are written last, so after an interrupt only parts without a manifest are written again. When all
+parts are complete, their columns are joined into the index.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 from array import array
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ import numpy as np
 from maxghost.config import ConfigError, DataConfig
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
 from maxghost.data import prepared
-from maxghost.data.hashing import changed_files, content_hashes, sha256, text_hash
+from maxghost.data.hashing import changed_files, changed_keys, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
 from maxghost.data.sources.base import Source, import_package, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import Tokenizer, load_tokenizer
-from maxghost.data.workers import end_with_parent
+from maxghost.data.windows import concatenated, end_with_parent
 
 PART_BYTES = 64 << 20  # text of a part
 BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
@@ -61,21 +60,11 @@ def prepare(
   part_bytes: int = PART_BYTES,
   progress: Callable[[dict], None] = lambda manifest: None,
 ) -> dict:
-  """Tokenizes a source into a folder.
+  """Tokenizes a source into a folder, whose complete parts are kept; returns the JSON part of the index.
 
-  Args:
-    source: the documents.
-    cfg: states the tokenizer and what to do with corrupt documents.
-    folder: to write; parts that are complete already are kept.
-    num_workers: processes.
-    part_bytes: approximate text of a part.
-    progress: called with the manifest of each complete part.
-
-  Returns:
-    The JSON part of the index.
-
-  Raises:
-    ConfigError: the folder holds another corpus, or a document is corrupt and on_corrupt is "error".
+  cfg: states the tokenizer and what to do with corrupt documents. part_bytes: approximate text of a part. progress:
+  called with the manifest of each complete part. Raises ConfigError when the folder holds another corpus, or a document
+  is corrupt and on_corrupt is "error".
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))
@@ -104,15 +93,14 @@ def prepare(
 
 
 def _manifest(job: Job, part: int) -> dict | None:
-  """A part's manifest if the part is complete, that is, its files exist and the shard has its full size; else None."""
+  """A part's manifest if its files exist and the shard has its full size; else None."""
   base = job.folder / "parts" / f"{part:05d}"
   try:
     manifest = check_seal(json.loads(base.with_suffix(".json").read_text(encoding="utf-8")))
+    same = (job.folder / "shards" / manifest["name"]).stat().st_size == manifest["size"]
   except (OSError, ValueError):
     return None
-  shard = job.folder / "shards" / manifest["name"]
-  whole = shard.is_file() and shard.stat().st_size == manifest["size"] and base.with_suffix(".npz").is_file()
-  return manifest if whole else None
+  return manifest if same and base.with_suffix(".npz").is_file() else None
 
 
 def verify(folder: str) -> list[str]:
@@ -135,17 +123,14 @@ def _claim(job: Job) -> None:
   mine = {
     "source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
     "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
-    "files": source.files,
+    "files": source.files, **({"fields": [*source.fields]} if source.fields else {}),
   }  # fmt: skip
-  if source.fields:
-    mine["fields"] = list(source.fields)
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
     if (other := json.loads(file.read_text(encoding="utf-8"))) != mine:
-      then, now = other["files"], mine["files"]
-      changed = [name for name in {*then, *now} if then.get(name) != now.get(name)]
-      what = ", ".join(sorted(changed)[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
+      changed = changed_keys(other["files"], source.files)
+      what = ", ".join(changed[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
       raise ConfigError(f"{folder} holds a corpus prepared from other data or settings ({what}); give another folder")
   elif folder.is_dir() and any(not entry.name.startswith(ours) for entry in folder.iterdir()):
     raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
@@ -176,7 +161,6 @@ def _work(part: int) -> dict:
 
 
 def _write_part(job: Job, part: int) -> dict:
-  """Writes a part's shard, columns and manifest; returns the manifest."""
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
   base = job.folder / "parts" / f"{part:05d}"
@@ -184,8 +168,7 @@ def _write_part(job: Job, part: int) -> dict:
   scratch = shard.with_suffix(".tmp")
   names = (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
-  paths: dict[tuple[str, str], int] = {}
-  counts: dict[str, int] = dict.fromkeys(("empty", "corrupt"), 0)
+  paths, counts = {}, dict.fromkeys(("empty", "corrupt"), 0)
   writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)
   dtype, lengths = token_dtype(job.tokenizer.vocab_size), []
   for block in _blocks(_documents(job, part, columns, paths, counts)):
@@ -196,9 +179,7 @@ def _write_part(job: Job, part: int) -> dict:
     writer.write(raw if sizes[0] is None else raw + np.concatenate(sizes).astype(np.uint32).tobytes())
     lengths.extend(map(len, tokens))
   writer.close()
-  arrays: dict[str, Any] = {
-    name: np.concatenate(values) if values else np.empty(0, np.int64) for name, values in columns.items()
-  }
+  arrays: dict[str, Any] = {name: concatenated(values) for name, values in columns.items()}
   arrays["length"] = np.array(lengths, np.int64)
   with write_whole(base.with_suffix(".npz")) as file:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
@@ -211,9 +192,7 @@ def _write_part(job: Job, part: int) -> dict:
   return manifest
 
 
-def _documents(
-  job: Job, part: int, columns: dict[str, list], paths: dict[tuple[str, str], int], counts: dict[str, int]
-) -> Iterator[_Document]:
+def _documents(job: Job, part: int, columns: dict[str, list], paths: dict, counts: dict) -> Iterator[_Document]:
   """A part's documents that hold text, read a few megabytes at a time. Adds to the columns, paths and counts."""
   source, tokenizer = job.source, job.tokenizer
   step = max(1, _READ_BYTES // max(1, source.num_bytes // len(source)))
@@ -328,18 +307,12 @@ def _copy_tokenizer(job: Job) -> dict:
   """The tokenizer's entry in the index; copies its file into the folder."""
   file, path, copied = job.tokenizer.path, job.cfg.tokenizer_path, False
   if file is not None and file.is_file():
-    target = job.folder / file.name
-    if not target.exists():
-      with write_whole(target) as copy, open(file, "rb") as original:
-        shutil.copyfileobj(original, copy)
+    if not (job.folder / file.name).exists():
+      with write_whole(job.folder / file.name) as copy:
+        copy.write(file.read_bytes())
     path, copied = file.name, True
-  return {
-    "type": job.cfg.tokenizer_type,
-    "path": path,
-    "copied": copied,
-    "fingerprint": job.tokenizer.fingerprint,
-    "vocab_size": job.tokenizer.vocab_size,
-  }
+  about = {"type": job.cfg.tokenizer_type, "path": path, "copied": copied}
+  return about | {"fingerprint": job.tokenizer.fingerprint, "vocab_size": job.tokenizer.vocab_size}
 
 
 def train_bpe(source: Source, vocab_size: int, path: str) -> None:
@@ -347,14 +320,11 @@ def train_bpe(source: Source, vocab_size: int, path: str) -> None:
   tokenizers = import_package("tokenizers", "--train_bpe")
   if vocab_size < 259:
     raise ConfigError(f"--train_bpe {vocab_size} is below the 259 ids of bytes and specials; use 259 or more")
-  inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  inner.decoder = tokenizers.decoders.ByteLevel()
+  inner, bytes_only = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+  inner.pre_tokenizer, inner.decoder = bytes_only(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+  specials, alphabet = ["<|bos|>", "<|eos|>", "<|pad|>"], bytes_only.alphabet()
   trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=vocab_size,
-    special_tokens=["<|bos|>", "<|eos|>", "<|pad|>"],
-    show_progress=False,
-    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    vocab_size=vocab_size, special_tokens=specials, show_progress=False, initial_alphabet=alphabet
   )
   stride = max(1, source.num_bytes // _BPE_BYTES)
 

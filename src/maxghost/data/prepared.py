@@ -1,7 +1,6 @@
 """Tokenized corpora as `python -m maxghost.data prepare` writes them: ArrayRecord shards and a memory-mapped index.
 
-A record is a block: the tokens of consecutive documents of one domain. The index has one memory-mapped .npy file per
-column, so for a hundred million documents a worker needs memory only for the pages it reads.
+A record is a block: the tokens of consecutive documents of one domain. The index has a memory-mapped file per column.
 """
 
 import json
@@ -50,10 +49,7 @@ def read_index(folder: Path) -> dict:
 
 
 class PreparedSource(Source):
-  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless.
-
-  Is pickled by its folder. meta: the JSON part of the index. numbers: of each domain of the folder in `domains`.
-  """
+  """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless."""
 
   def __init__(
     self,
@@ -64,12 +60,9 @@ class PreparedSource(Source):
     is_checked: bool = False,
   ):
     """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
-
-    is_checked: the index was compared with its checksums before. Raises ConfigError when the folder was made with
-    another tokenizer, lacks a field, or its index was changed.
-    """
+    is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit."""
     self._folder = Path(folder)
-    self.meta = meta = read_index(self._folder)
+    self.meta = meta = read_index(self._folder)  # the JSON part of the index
     for _, sentence in () if is_checked else changed_files(self._folder / "index", meta.get("index", {})):
       raise ConfigError(f"{sentence}; prepare the corpus again")
     made_with = meta["tokenizer"]
@@ -86,7 +79,7 @@ class PreparedSource(Source):
     self.fields = tuple(wanted) if fields or kept else ()
     self._field_places = [kept.index(wanted[name]) for name in self.fields]
     self.domains = tuple(domains) or tuple(meta["domains"])
-    self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)  # of each domain of the folder in `domains`
+    self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)  # in `domains`, of each domain of the folder
     for place, name in enumerate(self.domains):
       self.numbers[meta["domains"].index(name)] = place
     self.num_bytes = sum(meta["domain_bytes"][name] for name in self.domains)
@@ -95,8 +88,7 @@ class PreparedSource(Source):
     self._shards = [str(self._folder / "shards" / shard["name"]) for shard in meta["shards"]]
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
     self._readers = Opened(open_reader, OPEN_FILES)
-    self.tokenizer = tokenizer
-    self._dtype = token_dtype(tokenizer.vocab_size)
+    self.tokenizer, self._dtype = tokenizer, token_dtype(tokenizer.vocab_size)
     index = self._folder / "index"
     mapped = {name: np.load(index / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
     self.columns = {name: array.view(np.ndarray) for name, array in mapped.items()}  # np.memmap is slow to index
@@ -112,7 +104,6 @@ class PreparedSource(Source):
     return len(self.columns["id_hash"])
 
   def tokens_before(self, document: int) -> int:
-    """Tokens of all documents before this one."""
     return int(self.columns["token_end"][document - 1]) if document else 0
 
   def document_id(self, index: int) -> DocumentId:
@@ -130,7 +121,6 @@ class PreparedSource(Source):
     return tuple(values)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
-    """int64[n]; -1 for a document of an unwanted domain."""
     return self.numbers[self.columns["path_domain"][self.columns["path"][indices]]]
 
   def id_hashes(self, indices: np.ndarray) -> np.ndarray:
@@ -154,9 +144,8 @@ class PreparedSource(Source):
     """Tokens of the blocks, and the bytes behind each (None for a tokenizer with a table). Raises CorruptError."""
     shards = np.searchsorted(self._shard_ends, blocks, side="right")
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
-    raw = read_by_shard(
-      shards, records, lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())
-    )
+    read = lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())  # noqa: E731
+    raw = read_by_shard(shards, records, read)
     tabled, item = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize
     out = []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
@@ -176,9 +165,8 @@ class PreparedSource(Source):
     read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
     out = []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
-      before = self.tokens_before(self.documents_of(block)[0])
+      (tokens, sizes), before = read[block], self.tokens_before(self.documents_of(block)[0])
       place = slice(self.tokens_before(index) - before, self.tokens_before(index + 1) - before)
-      tokens, sizes = read[block]
       out.append((tokens[place], None if sizes is None else sizes[place]))
     return out
 
@@ -196,7 +184,7 @@ class PreparedUnits(Units):
   def all_units(self) -> np.ndarray | range:
     if len(self.source.domains) == len(self.source.meta["domains"]):
       return range(len(self.source.columns["block_first"]))
-    return np.sort(np.concatenate([self.units_of(number) for number in range(len(self.source.domains))]))
+    return np.flatnonzero(self.source.numbers[self.source.columns["block_domain"]] >= 0)
 
   def units_of(self, domain: int) -> np.ndarray:
     return np.flatnonzero(self.source.numbers[self.source.columns["block_domain"]] == domain)
@@ -210,18 +198,16 @@ class PreparedUnits(Units):
     found = read_or_skip(source.block_tokens, units, self.on_corrupt, fix)
     blocks = [(*source.documents_of(block), read) for block, read in zip(units.tolist(), found, strict=True)]
     counts["corrupt"] = sum(stop - first for first, stop, read in blocks if read is None)
-    documents = concatenated([np.arange(first, stop) for first, stop, read in blocks if read is not None])
+    blocks = [(first, stop, *read) for first, stop, read in blocks if read is not None]
+    documents = concatenated([np.arange(first, stop) for first, stop, *_ in blocks])
     keep = ~self.split.left_out(documents)
     if self.drops_copies:
       copies = keep & np.isin(source.content_hashes(documents), self.hashes)
       counts["copies"] = int(copies.sum())
       keep &= ~copies
     pieces, place = [], 0
-    for first, stop, read in blocks:
-      if read is None:
-        continue
-      (tokens, sizes), ends = read, source.columns["token_end"][first:stop]
-      count = np.diff(ends, prepend=source.tokens_before(first))
+    for first, stop, tokens, sizes in blocks:
+      count = np.diff(source.columns["token_end"][first:stop], prepend=source.tokens_before(first))
       kept = keep[place : place + stop - first]
       place += stop - first
       if not kept.all():

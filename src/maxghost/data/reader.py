@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from maxghost.config import ConfigError
 from maxghost.data import packing
-from maxghost.data.hashing import text_hash
+from maxghost.data.hashing import changed_keys, text_hash
 from maxghost.data.types import Batch
 from maxghost.data.windows import Windows, row_domains
 
@@ -15,10 +15,12 @@ _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 
 class Cursor:
-  """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead."""
+  """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead.
+
+  counts: to which those of each window that is begun are added.
+  """
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
-    """counts: to which those of each window that is begun are added."""
     self._stream, self._lane, self._workers, self._counts = stream, lane, workers, counts
     self.seek((0, 0, 0))
 
@@ -72,11 +74,10 @@ class Cursor:
 
 
 class TrainIterator(Iterator[Batch]):
-  """Batches of one shard of the global batch.
+  """Batches of one shard of the global batch, whose rows come from the lanes in order, the same number from each.
 
-  The rows of a global batch come from the lanes in order, the same number from each. Concatenated, the shards' batches
-  are the batch of a single process. `counts` sums what was read so far (documents, bytes, tokens, rows, empty, copies,
-  corrupt) over the windows that this process began.
+  Concatenated, the shards' batches are the batch of a single process. `counts` sums what was read so far (documents,
+  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began.
   """
 
   def __init__(
@@ -90,10 +91,8 @@ class TrainIterator(Iterator[Batch]):
     num_workers: int,
   ):
     """weights: shares of the streams; None for a single one. identity: what a saved position depends on, `fingerprint`
-    of data and settings and `files` with that of each file. rows_per_lane: of the global batch. rows: first row of the
-    global batch that this process reads, and the one after its last. num_workers: processes that make windows ahead;
-    0: a thread.
-    """
+    and `files`. rows: first row of the global batch that this process reads, and the one after its last. num_workers:
+    processes that make windows ahead; 0: a thread."""
     self._streams, self._identity = streams, {"version": _STATE_VERSION, **identity}
     self._per_lane, self._rows = rows_per_lane, rows
     self.counts: Counter[str] = Counter()
@@ -165,13 +164,10 @@ class TrainIterator(Iterator[Batch]):
 
   def state(self) -> dict:
     """The position after the last batch, as JSON values."""
-    lanes = {
-      str(lane): {
-        "rows": self._batches * self._per_lane,
-        "streams": {stream.name: list(cursor.place) for stream, cursor in zip(self._streams, cursors, strict=True)},
-      }
-      for lane, cursors in self._lanes.items()
-    }
+    lanes, names = {}, [stream.name for stream in self._streams]
+    for lane, cursors in self._lanes.items():
+      places = {name: list(cursor.place) for name, cursor in zip(names, cursors, strict=True)}
+      lanes[str(lane)] = {"rows": self._batches * self._per_lane, "streams": places}
     return {**self._identity, "batches": self._batches, "lanes": lanes}
 
   def restore(self, state: dict) -> None:
@@ -183,18 +179,16 @@ class TrainIterator(Iterator[Batch]):
     if state.get("version") != _STATE_VERSION:
       raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
     if state["fingerprint"] != self._identity["fingerprint"]:
-      then, now = state["files"], self._identity["files"]
-      changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+      changed = changed_keys(state["files"], self._identity["files"])
       named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
       prints = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
       raise ConfigError(
         "the data or its settings changed since the position was saved "
         f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
       )
-    if missing := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
-      raise ConfigError(
-        f"the saved data position has no lanes {missing}; join the positions of all processes with data.merge_states"
-      )
+    if lost := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
+      fix = "join the positions of all processes with data.merge_states"
+      raise ConfigError(f"the saved data position has no lanes {lost}; {fix}")
     for lane, cursors in self._lanes.items():
       for stream, cursor in zip(self._streams, cursors, strict=True):
         epoch, window, row = state["lanes"][str(lane)]["streams"][stream.name]

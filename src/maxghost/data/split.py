@@ -26,9 +26,8 @@ class Split:
   ):
     """val_domains: those of other sources are ignored. excluded, included: sorted `id_hashes` of the documents not to
     train on, and of the only ones; None = all."""
-    self._source = source
+    self._source, self._seed = source, seed
     self._limit = None if fraction >= 1 else np.uint64(int(fraction * 2**64))  # of the hashes; None: all
-    self._seed = seed
     self.excluded, self.included = np.empty(0, np.uint64) if excluded is None else excluded, included
     self._numbers = np.array([source.domains.index(name) for name in val_domains if name in source.domains], np.int64)
 
@@ -55,8 +54,7 @@ class Split:
       indices = indices[self._source.domain_numbers(indices) == number]
       indices = indices[self.held_out(indices)]
       found.append(indices)
-      total += len(indices)
-      if total >= limit:
+      if (total := total + len(indices)) >= limit:
         break
     return np.concatenate(found)[:limit] if found else np.empty(0, np.int64)
 

@@ -1,10 +1,8 @@
 """A teacher's logits on disk: `maxghost distill-logits` writes them once, runs with `offline_data_dir` read them.
 
-The logits at a position depend on the tokens of its segment alone. So each segment is kept once, however often and
-wherever in a row it is read, and is found by its tokens. index.json says of which data and teacher the logits are;
-tokens-00000.npy and so on hold a record for each token.
-
-B rows, T positions, k entries of the teacher.
+The logits at a position depend on the tokens of its segment alone. So each segment is kept once, and is found by its
+tokens. index.json says of which data and teacher the logits are; tokens-00000.npy and so on hold a record for each
+token. B rows, T positions, k entries of the teacher.
 """
 
 import functools
@@ -19,7 +17,7 @@ import numpy as np
 from maxghost.config import Config, ConfigError
 from maxghost.config.files import check_seal, sealed, write_text
 from maxghost.config.values import shown
-from maxghost.data.hashing import changed_files, sha256, text_hash
+from maxghost.data.hashing import changed_files, changed_keys, sha256, text_hash
 from maxghost.data.packing import token_dtype
 from maxghost.data.reader import TrainIterator
 from maxghost.data.types import Batch
@@ -41,10 +39,7 @@ def segments(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[int, slice]]:
 
 
 class Writer:
-  """Writes the logits of segments into an empty folder, each segment once; `close` makes them readable.
-
-  num_entries: k. dtype: of the logits.
-  """
+  """Writes the logits of segments into an empty folder, each segment once; `close` makes them readable."""
 
   def __init__(self, folder: Path, num_entries: int, vocab_size: int, dtype: Any):
     fields = [("begins", bool), ("token", np.int32), (LOG_SUM, dtype), (LOGITS, dtype, (num_entries,))]
@@ -87,10 +82,7 @@ class Writer:
 
 
 class TeacherLogits:
-  """A folder of `Writer`. about: what its index says. digest: of the files.
-
-  Raises ConfigError for a folder that is none, or whose files do not have their checksums.
-  """
+  """A folder of `Writer`. about: what its index says. digest: of the files. Raises ConfigError for a damaged folder."""
 
   def __init__(self, folder: str):
     self._name, again = f"offline_data_dir={folder}", "write it with maxghost distill-logits"
@@ -109,10 +101,8 @@ class TeacherLogits:
         self._records[text_hash(tokens[first:stop].tobytes())] = shard[first:stop]
 
   def arrays(self, batch: Batch, num_entries: int, dtype: Any) -> dict[str, np.ndarray]:
-    """`LOGITS`, `IDS` and `LOG_SUM` of a batch, the k largest of each position; padding gets uniform ones.
-
-    Raises ConfigError for a segment whose logits are not there.
-    """
+    """`LOGITS`, `IDS` and `LOG_SUM` of a batch, the k largest of each position; padding gets uniform ones. Raises
+    ConfigError for a segment whose logits are not there."""
     shape = batch.arrays["inputs"].shape
     logits, log_sum = np.zeros((*shape, num_entries), dtype), np.full(shape, np.log(num_entries + 1), dtype)
     out = {LOGITS: logits, IDS: np.zeros(logits.shape, np.int32), LOG_SUM: log_sum}
@@ -128,10 +118,7 @@ class TeacherLogits:
     return out
 
 
-@functools.cache
-def open_logits(folder: str) -> TeacherLogits:
-  """`TeacherLogits`, whose checksums are compared once."""
-  return TeacherLogits(folder)
+open_logits = functools.cache(TeacherLogits)  # whose checksums are compared once
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -146,8 +133,7 @@ def check(cfg: Config) -> None:
     return
   about, keys, here = open_logits(cfg.data.offline_data_dir).about, cfg.optimizer, settings(cfg)
   name, problems = f"offline_data_dir={cfg.data.offline_data_dir}", []
-  there = {key: value for key, value in about["settings"].items() if here.get(key) != value}
-  if there:
+  if there := {key: value for key, value in about["settings"].items() if here.get(key) != value}:
     unlike = "; ".join(f"{key}={shown(value)} there, {shown(here.get(key))} here" for key, value in there.items())
     problems.append(f"{name} was written for other rows: {unlike}")
   if (wanted := keys.distill_top_k or cfg.model.vocab_size) > (held := about["entries"]):
@@ -161,14 +147,10 @@ def check(cfg: Config) -> None:
 
 
 def bind(folder: str, rows: int, train: TrainIterator) -> None:
-  """Makes the positions of the iterator depend on the logits. rows: of a step.
-
-  Raises ConfigError where the logits were written for other rows.
-  """
+  """Makes the positions of the iterator depend on the logits. rows: of a step. Raises ConfigError for other rows."""
   held, position = open_logits(folder), train.state()
   if held.about["data"]["fingerprint"] != position["fingerprint"]:
-    there, here = held.about["data"]["files"], position["files"]
-    changed = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+    changed = changed_keys(held.about["data"]["files"], position["files"])
     why = f"changed: {', '.join(changed[:5])}" if changed else f"{held.about['rows']} a step there, {rows} here"
     raise ConfigError(f"offline_data_dir={folder} was written for other rows: {why}")
   train.depend_on(folder, held.digest)

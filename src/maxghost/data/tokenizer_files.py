@@ -47,9 +47,7 @@ def saved_path(kind: str, folder: Path) -> str | None:
   files = _files(kind, folder)
   if len(files) > 1:
     raise ConfigError(f"{folder} holds several tokenizers: {', '.join(file.name for file in files)}; leave one")
-  if not files:
-    return None
-  return str(folder if kind == HUGGINGFACE else files[0])
+  return str(folder if kind == HUGGINGFACE else files[0]) if files else None
 
 
 def _files(kind: str, folder: Path) -> list[Path]:

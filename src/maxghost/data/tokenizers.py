@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, a Hugging Face `tokenizer.json`, a SentencePiece model, tiktoken.
 
-Every tokenizer gives the number of source bytes of each token, so that any cut of a document has a byte offset. V: size
-of the vocabulary.
+Every tokenizer gives the number of source bytes of each token, so that any cut of a document has a byte offset.
+V: size of the vocabulary.
 """
 
 import base64
@@ -34,23 +34,17 @@ _SPECIALS = {
 class Tokenizer:
   """Converts documents to token ids and back. Is pickled by the path of its file.
 
-  Attributes:
-    path: its file; None for the byte tokenizer, which has none.
-    bos_id: id before a document; None if the tokenizer has none.
-    eos_id: id after a document; None if the tokenizer has none.
-    pad_id: id of padding.
-    fingerprint: changes with the vocabulary.
-    byte_table: uint8 or int32[V], source bytes of each id; decoding is then exact. None for a tokenizer that normalizes
-      text, whose `encode_bytes` gives them token by token.
+  byte_table: uint8 or int32[V], source bytes of each id; decoding is then exact. None for a tokenizer that normalizes
+  text, whose `encode_bytes` gives them token by token.
   """
 
   name: str
-  path: Path | None = None
+  path: Path | None = None  # of its file
   vocab_size: int
-  bos_id: int | None
-  eos_id: int | None
+  bos_id: int | None  # before a document; None if the tokenizer has none
+  eos_id: int | None  # after a document, likewise
   pad_id: int
-  fingerprint: str
+  fingerprint: str  # changes with the vocabulary
   byte_table: np.ndarray | None = None
   _pieces: list[bytes | None]
 
@@ -78,11 +72,8 @@ class Tokenizer:
   def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
     """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
     named = read_settings(settings) if settings else {}
-    found = {}
-    for key, usual in _SPECIALS.items():
-      names = (named[key],) if named.get(key) else usual
-      found[key] = next((vocab[name] for name in names if name in vocab), None)
-    self.bos_id, self.eos_id, pad = found.values()
+    names = ([named[key]] if named.get(key) else usual for key, usual in _SPECIALS.items())
+    self.bos_id, self.eos_id, pad = (next((vocab[name] for name in some if name in vocab), None) for some in names)
     self.pad_id = pad if pad is not None else self.eos_id or 0
 
   def _set_pieces(self, pieces: list[bytes | None]) -> None:
@@ -106,9 +97,9 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
   """The tokenizer of `tokenizer_type` and `tokenizer_path`. Raises ConfigError: missing file or package."""
+  if kind == BYTE and path:
+    raise ConfigError(f"tokenizer_path={path} is set, but tokenizer_type=byte reads no file; set the file's type")
   if kind == BYTE:
-    if path:
-      raise ConfigError(f"tokenizer_path={path} is set, but tokenizer_type=byte reads no file; set the file's type")
     return ByteTokenizer()
   load, wanted = _KINDS[kind]
   if not path:
@@ -119,12 +110,11 @@ def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
 def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:
   """Raises ConfigError when add_bos or add_eos asks for a token that the tokenizer lacks."""
   wanted = (("add_bos", "begin", add_bos, tokenizer.bos_id), ("add_eos", "end", add_eos, tokenizer.eos_id))
-  problems = [
+  if problems := [
     f"{key}=true, but the tokenizer {tokenizer.name} has no {place}-of-document token; use {key}=false"
     for key, place, asked, found in wanted
     if asked and found is None
-  ]
-  if problems:
+  ]:
     raise ConfigError(*problems)
 
 
@@ -157,12 +147,10 @@ class HuggingFaceTokenizer(Tokenizer):
     self._inner.encode_special_tokens = True
     self._inner.no_truncation()
     self._inner.no_padding()
-    self.name, self.path = str(file), file
-    self.fingerprint = _digest(raw)
+    self.name, self.path, self.fingerprint, self._ascii = str(file), file, _digest(raw), None
     vocab = self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     self._set_specials(vocab, file.parent / "tokenizer_config.json")
-    self._ascii = None
     if '"ByteLevel"' in raw.decode("utf-8"):
       added = self._inner.get_added_tokens_decoder()
       pieces: list[bytes | None] = [None] * self.vocab_size
@@ -188,7 +176,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
   @functools.cached_property
   def _with_specials(self):
-    """The tokenizer that reads special tokens in a text as such."""
     made = type(self._inner).from_str(self._inner.to_str())
     made.encode_special_tokens = False
     return made
@@ -217,8 +204,8 @@ class HuggingFaceTokenizer(Tokenizer):
 class AsciiWords:
   """Byte-level BPE of ASCII text by a table of words: the same ids as the library's, several times faster.
 
-  The library encodes a word (a piece of GPT-2's splitting rule) once; afterwards the table gives its ids. For ASCII,
-  a bytes pattern expresses that rule. Threads may share the table: each adds words that it does not find.
+  The library encodes a word (a piece of GPT-2's splitting rule) once; afterwards the table, which threads may share,
+  gives its ids. For ASCII, a bytes pattern expresses that rule.
   """
 
   _SPLIT = re.compile(rb"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
@@ -264,8 +251,7 @@ class SentencePieceTokenizer(Tokenizer):
       self._inner = sentencepiece.SentencePieceProcessor(model_proto=raw)
     except RuntimeError as error:
       raise ConfigError(f"tokenizer_path={path} is no SentencePiece model: {error}") from error
-    self.name, self.path = path, Path(path)
-    self.fingerprint = _digest(raw)
+    self.name, self.path, self.fingerprint = path, Path(path), _digest(raw)
     self.vocab_size = self._inner.vocab_size()
     specials = (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
     self.bos_id, self.eos_id, pad = (None if number < 0 else number for number in specials)
@@ -289,8 +275,8 @@ class SentencePieceTokenizer(Tokenizer):
 class TiktokenTokenizer(Tokenizer):
   """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks.
 
-  A file of ranks holds only these: text is split as in Llama 3, and the begin and end tokens follow the ranks. A file
-  `*.encoding.json`, as a run saves it, names its file of ranks and also holds the splitting rule and special tokens.
+  With a file of ranks, text is split as in Llama 3, and the begin and end tokens follow the ranks. A `*.encoding.json`,
+  as a run saves it, names its file of ranks and also holds the splitting rule and special tokens.
   """
 
   def __init__(self, path: str):
@@ -359,10 +345,8 @@ def _tiktoken_file(tiktoken, path: str):
     if rules is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
       rules = {"split": _LLAMA3_SPLIT, "special_tokens": specials}
-    name = Path(path).name.split(".")[0]
-    return tiktoken.Encoding(
-      name, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=rules["special_tokens"]
-    )
+    name, specials = Path(path).name.split(".")[0], rules["special_tokens"]
+    return tiktoken.Encoding(name, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
   except (ValueError, KeyError, OSError) as error:
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
 

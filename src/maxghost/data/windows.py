@@ -1,50 +1,41 @@
 """Windows: some units of a source, read, tokenized and packed into shuffled rows.
 
 Position p of an epoch belongs to lane p mod num_lanes, and each lane's positions are split into windows. A window is a
-pure function of (lane, epoch, window). So a position in the data is three small integers per lane, no packing remainder
-is carried from window to window, and any process or worker can compute any window. The order of the units and the
-domains of the rows are functions of the seed and the position too: no order is stored, and the cost does not grow with
-the number of documents.
+pure function of (lane, epoch, window) and the seed: a position in the data is three small integers per lane, nothing is
+carried from window to window, any process can compute any window, and no order of the documents is stored.
 """
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxghost.data import packing
-from maxghost.data.hashing import combine, content_hashes, permutation, shuffled_index, text_hash
-from maxghost.data.packing import Encoded, Layout, Rows
+from maxghost.data.hashing import GOLDEN, combine, content_hashes, permutation, shuffled_index, text_hash
+from maxghost.data.packing import Encoded, Layout, Rows, pack, token_dtype
 from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import Split, scan
 from maxghost.data.tokenizers import Tokenizer
-from maxghost.data.workers import end_with_parent
 
 NO_COUNTS: dict[str, int] = dict.fromkeys(("documents", "bytes", "empty", "copies", "corrupt", "cut"), 0)
 _ORDER, _COPY, _MIXTURE = text_hash("unit order"), text_hash("copy order"), text_hash("mixture")
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _SAMPLES = 32  # documents read to estimate a stream's mean document size
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-  """What is read in random order, and tokenized as it is read: the documents of a source.
-
-  Attributes:
-    on_corrupt: as in the configuration.
-    hashes: uint64, sorted, `content_hashes` of the held-out texts of all sources.
-    sizes: their sizes in bytes.
-    drops_copies: whether documents with these texts are not trained on.
-  """
+  """What is read in random order, and tokenized as it is read: the documents of a source."""
 
   source: Source
   split: Split
   tokenizer: Tokenizer
   layout: Layout
   on_corrupt: str
-  hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
-  sizes: frozenset[int] = frozenset()
-  drops_copies: bool = False
+  hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # sorted, of all held-out texts
+  sizes: frozenset[int] = frozenset()  # of the held-out texts in bytes
+  drops_copies: bool = False  # whether documents with these texts are not trained on
 
   def all_units(self) -> np.ndarray | range:
     """Numbers of the units to train on."""
@@ -59,7 +50,6 @@ class Units:
     return indices
 
   def mean_bytes(self, units: np.ndarray | range) -> int:
-    """Approximate mean text bytes of these units."""
     if len(units) == len(self.source):
       return max(1, self.source.num_bytes // max(1, len(units)))
     some = np.asarray(units[:: max(1, len(units) // _SAMPLES)])
@@ -79,8 +69,7 @@ class Units:
     return read_or_skip(self.source.texts, indices, self.on_corrupt)
 
   def _encode(self, indices: np.ndarray, drops_copies: bool) -> tuple[Encoded, dict[str, int]]:
-    kept, texts = [], []
-    counts = NO_COUNTS.copy()
+    kept, texts, counts = [], [], NO_COUNTS.copy()
     for index, text in zip(indices.tolist(), self.read(indices), strict=True):
       if text is None:
         counts["corrupt"] += 1
@@ -107,26 +96,21 @@ class Units:
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
     """The documents (int64[D]) with these texts, tokenized. Corrects `counts` for those that it leaves out."""
-    sizes = None
     if self.tokenizer.byte_table is None:
       pairs = self.tokenizer.encode_bytes(texts)
       ids, sizes = [ids for ids, _ in pairs], concatenated([size for _, size in pairs])
     else:
-      ids = self.tokenizer.encode(texts)
+      ids, sizes = self.tokenizer.encode(texts), None
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    piece = (concatenated(ids), lengths, sizes)
-    return self.frame([piece], documents)
+    return self.frame([(concatenated(ids), lengths, sizes)], documents)
 
   def frame(self, pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray) -> Encoded:
-    """Adds the layout's begin and end tokens to documents.
-
-    pieces: (ids of some documents end to end, int64 length of each, source bytes of each id or None where the tokenizer
-    has a byte table). documents: int64[D], of all pieces.
-    """
+    """Adds the layout's begin and end tokens to documents. pieces: (ids of some documents end to end, int64 length of
+    each, source bytes of each id or None where the tokenizer has a byte table). documents: int64[D], of all pieces."""
     before, after = int(self.layout.add_bos), int(self.layout.add_eos)
     lengths = concatenated([lengths for _, lengths, _ in pieces])
     ends = np.cumsum(lengths + before + after)
-    tokens = np.empty(int(ends[-1]) if len(ends) else 0, packing.token_dtype(self.tokenizer.vocab_size))
+    tokens = np.empty(int(ends[-1]) if len(ends) else 0, token_dtype(self.tokenizer.vocab_size))
     is_text = np.ones(len(tokens), bool)
     if before:
       heads = ends - lengths - before - after
@@ -188,16 +172,18 @@ def row_domains(weights: Sequence[float], seed: int, lane: int, first: int, coun
   """
   ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
   with np.errstate(over="ignore"):
-    steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * np.uint64(_GOLDEN)
+    steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * GOLDEN
     place = (steps + combine(_MIXTURE, seed, lane)).astype(np.float64) / 2.0**64
   return np.minimum(np.searchsorted(ends, place, side="right"), len(ends) - 1)
 
 
 class Windows:
-  """The windows of every lane of one stream: of all the data, or of a domain. The stream's name enters its seeds."""
+  """The windows of every lane of one stream: of all the data, or of a domain. The stream's name enters its seeds.
+
+  order: the stream's units by position. window_bytes: approximate text of a window.
+  """
 
   def __init__(self, units: Units, order: Order, *, name: str, seed: int, num_lanes: int, window_bytes: int):
-    """order: the stream's units by position. window_bytes: approximate text of a window."""
     self.units, self._order = units, order
     self.name, self.seed, self._num_lanes = name, seed, num_lanes
     self._units_per_window = max(1, window_bytes // units.mean_bytes(order.all_units))
@@ -214,13 +200,12 @@ class Windows:
     return (epoch, window + 1) if window + 1 < self.num_windows(lane) else (epoch + 1, 0)
 
   def make(self, lane: int, epoch: int, window: int) -> tuple[Rows, dict[str, int]]:
-    """Reads and packs a window. Returns its rows, none when all documents are held out or empty, and counts of what was
-    read (`NO_COUNTS`, rows and tokens)."""
+    """The rows of a window, none when all documents are held out or empty, and counts of what was read."""
     first = window * self._units_per_window
     place = np.arange(first, min(first + self._units_per_window, self._num_units(lane)))
     encoded, counts = self.units.encode(self._order.units(epoch, place * self._num_lanes + lane))
     seeds = (text_hash("window", self.name), self.seed, lane, epoch, window)
-    rows = packing.pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
+    rows = pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
     return rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())}
 
   def from_workers(self, lane: int, epoch: int, window: int, num_workers: int) -> Iterator[tuple[Rows, dict[str, int]]]:
@@ -236,3 +221,10 @@ class Windows:
     one_at_a_time = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     options = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=1)
     return iter(dataset.to_iter_dataset(one_at_a_time).mp_prefetch(options, end_with_parent))
+
+
+def end_with_parent(*_: int) -> None:
+  """Ends this worker when its main process was killed; nothing else would. Takes what Grain passes to a worker."""
+  parent = multiprocessing.parent_process()
+  assert parent is not None, "this is a worker"
+  threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -1,7 +1,5 @@
 """Converts a checkpoint from any layout to any other, one array at a time, and checks the result byte by byte.
 
-  python tools/convert_checkpoint.py --source_path RUN/checkpoints/2 --target_path OUT/2 [--direction auto] [--dry_run]
-
 Exit code 0: written and verified; 1: the written checkpoint differs from the source (nothing is left); 2: refused.
 Values never change; `linen_scaling` is the separate step that rescales query weights.
 """
@@ -51,40 +49,27 @@ def convert(
   say: Callable[[str], None] = print,
   **wishes: Any,
 ) -> Plan:
-  """Converts the checkpoint folder `source` into the new folder `target_path`.
+  """Converts the checkpoint or Hugging Face folder `source` into the new folder `target_path`; returns what went where.
 
-  Args:
-    source: The checkpoint folder, or a Hugging Face model folder.
-    target_path: The folder to write, which must not exist.
-    to: The target layout; '' = the other family, as `direction` says.
-    direction: One of `DIRECTIONS`.
-    read: How to read the source.
-    dry_run: Whether to print the plan and write nothing.
-    verify: Whether to read the target again and compare it with the source.
-    ram_bytes: Host memory for arrays. Those larger than a third of it are moved in blocks, of at least one chunk.
-    say: Receives each message for the user.
-    **wishes: The other fields of `Target`.
-
-  Returns:
-    What went where.
-
-  Raises:
-    LayoutError: Something cannot be moved, and nothing was written.
+  to: the target layout; '' = the other family, as `direction` says. read: how to read the source. verify: whether to
+  read the target again and compare it with the source. ram_bytes: host memory for arrays; those larger than a third of
+  it are moved in blocks, of at least one chunk. say: receives each message for the user. wishes: the other fields of
+  `Target`. Raises LayoutError where something cannot be moved, and nothing was written.
   """
   raw = open_tree(source)
   checkpoint = read_checkpoint(raw, read)
-  target = Target(_target_layout(checkpoint, to, direction), **wishes)
+  target = Target(_target_layout(checkpoint.layout == LINEN, to, direction), **wishes)
   plan = make_plan(checkpoint, target)
   out = full_path(target_path)
   check_target(raw, out)
-  for line in _summary(checkpoint, target, plan, out):
+  lines = _summary(checkpoint, target, plan, out)
+  if dry_run:
+    lines += [f"  {leaf.text()}" for leaf in plan.leaves]
+    lines += [f"  (nothing) -> {slash_path(path)}  {empty.kind}" for path, empty in plan.empties]
+    lines += ["dry run: nothing was written"]
+  for line in lines:
     say(line)
   if dry_run:
-    for leaf in plan.leaves:
-      say(f"  {leaf.text()}")
-    for path, empty in plan.empties:
-      say(f"  (nothing) -> {slash_path(path)}  {empty.kind}")
-    say("dry run: nothing was written")
     return plan
   rngs = not (target.bare or target.drop_rngs)
   write_checkpoint(checkpoint, plan, out, verify=verify, ram_bytes=ram_bytes, params_only=target.bare, rngs=rngs)
@@ -92,17 +77,7 @@ def convert(
   return plan
 
 
-def with_key_type(words: np.ndarray, key_impl: str | None) -> Any:
-  """A typed random key of uint32 words; any other array as it is."""
-  if not key_impl:
-    return words
-  import jax
-
-  return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=key_impl)
-
-
-def _target_layout(checkpoint: Checkpoint, to: str, direction: str) -> str:
-  is_linen = checkpoint.layout == LINEN
+def _target_layout(is_linen: bool, to: str, direction: str) -> str:
   if direction not in DIRECTIONS:
     raise LayoutError(f"direction={direction}: use {', '.join(DIRECTIONS)}")
   if direction == ("nnx_to_linen" if is_linen else "linen_to_nnx"):
@@ -194,23 +169,21 @@ def write_plan(
     tree[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": value}
   try:
     arrays = _write_arrays(place.item, plan.leaves, ram_bytes, change)
-  except LayoutError:
-    raise
-  except ValueError as error:  # TensorStore's one error type
+  except ValueError as error:  # TensorStore's one error type, and that of LayoutError
+    if isinstance(error, LayoutError):
+      raise
     cause = " ".join(str(error).split())[:300]
     raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
-  now, like = time.time_ns(), raw.step_metadata
+  now, like, write_json = time.time_ns(), raw.step_metadata, layouts_store.write_json
   (place.item / "array_metadatas").mkdir()
-  layouts_store.write_json(place.item / "array_metadatas" / "process_0", {"array_metadatas": arrays})
-  about = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
-  layouts_store.write_json(
-    place.item / layouts_store.TREE_METADATA, {"tree_metadata": tree, **about, "custom_metadata": raw.tree_metadata}
-  )
+  write_json(place.item / "array_metadatas" / "process_0", {"array_metadatas": arrays})
+  content = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+  write_json(place.item / layouts_store.TREE_METADATA, content | {"custom_metadata": raw.tree_metadata})
   handlers = _HANDLER if place.item == place.step else {place.item.name: _HANDLER}
   times = {"init_timestamp_nsecs": like.get("init_timestamp_nsecs") or now, "commit_timestamp_nsecs": now}
   metrics = {"metrics": like.get("metrics") or {}, "performance_metrics": {}}
   content = {"item_handlers": handlers, **metrics, **times, "custom_metadata": plan.custom_metadata}
-  layouts_store.write_json(place.step / layouts_store.STEP_METADATA, content)
+  write_json(place.step / layouts_store.STEP_METADATA, content)
   for folder in {place.item, place.step}:  # Orbax looks for this file where a file system has no atomic rename
     write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
 
@@ -218,8 +191,7 @@ def write_plan(
 def _write_arrays(folder: Path, leaves: list[TargetLeaf], ram_bytes: int, change: Change | None) -> list[dict]:
   """Writes arrays with OCDBT and zarr3; returns what Orbax notes about each."""
   reader, context = LayerReader(ram_bytes // 3), ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-  # Small chunks are compressed side by side; large ones one after the other.
-  block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))
+  block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))  # small chunks are compressed side by side
   transaction, pending, notes = ts.Transaction(), 0, []
 
   def store_of(name: str, **more: Any) -> ts.TensorStore:
@@ -231,10 +203,9 @@ def _write_arrays(folder: Path, leaves: list[TargetLeaf], ram_bytes: int, change
 
   for leaf in leaves:
     # The array, else one layer of it, with its longest dimension halved until it fits a block.
-    shape = list(leaf.shape)
-    if leaf.axis is not None and leaf.nbytes > block_bytes:
-      shape[leaf.axis] = 1
-    chunk = chunk_of(tuple(shape), leaf.dtype.itemsize, block_bytes)
+    layered = leaf.axis if leaf.nbytes > block_bytes else None
+    shape = tuple(1 if axis == layered else size for axis, size in enumerate(leaf.shape))
+    chunk = chunk_of(shape, leaf.dtype.itemsize, block_bytes)
     name, stored_chunk = ".".join(map(str, leaf.path)), [max(1, size) for size in chunk]
     grid = {"name": "regular", "configuration": {"chunk_shape": stored_chunk}}
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd", "configuration": {"level": 1}}]
@@ -276,11 +247,10 @@ def check_written(
 ) -> None:
   """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
   target = read_checkpoint(written, ReadOptions(keep_unknown=True))
-  rows = compare.compare(checkpoint, target, **options).rows
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
-  repaired = not target.odd_moments()
-  wrong = [row for row in rows if not is_expected(row) and not (repaired and row.kind == compare.STRUCTURE)]
-  if wrong:
+  planned = () if target.odd_moments() else (compare.STRUCTURE,)
+  rows = compare.compare(checkpoint, target, **options).rows
+  if wrong := [row for row in rows if not is_expected(row) and row.kind not in planned]:
     what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
     raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
 
@@ -288,10 +258,10 @@ def check_written(
 def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[str]:
   forms = sorted({c.form for c in source.params.containers.values()}) or ["no layers"]
   size = sum(leaf.nbytes for leaf in plan.leaves)
+  axis = f" on dimension {source.scan_axis}" if "scanned" in forms else ""
   lines = [
-    f"source {source.raw.origin}: {source.layout} layout, {', '.join(forms)}"
-    + (f" on dimension {source.scan_axis}" if "scanned" in forms else "")
-    + f", {source.num_params():,} parameters, {len(source.moments)} moment trees",
+    f"source {source.raw.origin}: {source.layout} layout, {', '.join(forms)}{axis}, {source.num_params():,} parameters"
+    f", {len(source.moments)} moment trees",
     f"target {out}: {target.layout} layout, layers {target.layers}, {len(plan.leaves)} arrays, {size / 1e6:.1f} MB",
   ]
   if siblings := source.raw.location.siblings():
@@ -301,17 +271,7 @@ def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[
 
 @guarded("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  options = vars(_parser().parse(argv))
-  for name in ("source_wrapped", "wrapped"):
-    options[name] = {"yes": True, "no": False}.get(options[name])
-  source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
-  ram_bytes = int(options.pop("ram_mb") * 1e6)
-  convert(source.pop("path"), read=ReadOptions(**source), ram_bytes=ram_bytes, **options)
-  return 0
-
-
-def _parser() -> Parser:
-  """Its values have the names of the parameters of `convert` and the fields of `Target`."""
+  # Its values have the names of the parameters of `convert` and the fields of `Target`.
   parser = Parser(
     prog="maxghost checkpoint convert",
     description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
@@ -348,4 +308,10 @@ def _parser() -> Parser:
   add("ram_mb", "host memory for arrays; large ones are moved in blocks", type=float, default=DEFAULT_RAM_BYTES / 1e6)
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
-  return parser
+  options = vars(parser.parse(argv))
+  for name in ("source_wrapped", "wrapped"):
+    options[name] = {"yes": True, "no": False}.get(options[name])
+  source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
+  ram_bytes = int(options.pop("ram_mb") * 1e6)
+  convert(source.pop("path"), read=ReadOptions(**source), ram_bytes=ram_bytes, **options)
+  return 0

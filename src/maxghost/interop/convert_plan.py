@@ -1,7 +1,4 @@
-"""Plans a conversion: the arrays of the target layout, and which layers of the source go into each.
-
-Parameters, moments and random keys go through one transform, so they all get the same form. Only the step is read.
-"""
+"""Plans a conversion: the arrays of the target layout, and which layers of the source go into each."""
 
 import math
 from collections import Counter
@@ -27,19 +24,13 @@ _Placed = tuple[TreePath, tuple[Ref, ...], int | None]  # path, parts and stacki
 
 @dataclass(frozen=True)
 class Target:
-  """What to write.
-
-  Attributes:
-    layers: keep, scanned, unscanned or integer.
-    scan_axis, wrapped: None = the layout's own.
-    layer_period: Layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1.
-  """
+  """What to write."""
 
   layout: str
-  layers: str = KEEP
-  scan_axis: int | None = None
-  layer_period: int = 0
-  wrapped: bool | None = None
+  layers: str = KEEP  # keep, scanned, unscanned or integer
+  scan_axis: int | None = None  # None = the layout's own
+  layer_period: int = 0  # layers per stacked block where unscanned layers are stacked; 0 = as recorded, else 1
+  wrapped: bool | None = None  # None = the layout's own
   params_only: bool = False
   drop_rngs: bool = False
 
@@ -49,7 +40,6 @@ class Target:
 
   @property
   def bare(self) -> bool:
-    """Whether parameters alone are written."""
     return self.params_only or self.layout == PARAMS
 
 
@@ -133,17 +123,16 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
 
 def _target_axis(checkpoint: Checkpoint, target: Target) -> int:
   given, ours = target.scan_axis, target.layout == MAXGHOST
-  if ours and given not in (None, 0):
-    raise LayoutError(f"target_scan_axis={given}: maxghost stacks layers on dimension 0")
   if given is None:
     return 0 if ours else 1 if checkpoint.layout == MAXGHOST else checkpoint.scan_axis
+  if ours and given:
+    raise LayoutError(f"target_scan_axis={given}: maxghost stacks layers on dimension 0")
   if given < 0:
     raise LayoutError(f"target_scan_axis={given}: must be 0 or more")
   return given
 
 
 def _forms(tree: ParamTree, checkpoint: Checkpoint, target: Target, axis: int) -> dict[Path, Container]:
-  """The containers of `tree` as the target has them."""
   blocks = record_of(checkpoint.raw).get("blocks") or {}
   forms = {}
   for path, about in tree.containers.items():
@@ -174,7 +163,6 @@ def _place(leaf: LeafId, forms: Mapping[Path, Container]) -> tuple[TreePath, Con
 
 
 def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Placed]:
-  """The arrays of `tree` where layers have these forms."""
   stacks: dict[TreePath, tuple[Container, dict[int, Ref]]] = {}
   for leaf, ref in tree.leaves.items():
     path, layer = leaf
@@ -238,8 +226,12 @@ def _plan_opt_state(
   linen, as_nnx_runs = target.is_linen, target.layout == MAXTEXT_NNX
   root: TreePath = ("opt_state",) if linen else ("optimizer", "opt_state")
   places = [*checkpoint.moments, *checkpoint.opt_leaves, *checkpoint.opt_empties]
-  # MaxText's NNX runs leave inner chains as dicts.
-  lists = _list_levels(places if linen else [], only_top=as_nnx_runs)
+  levels: dict[Path, set[str]] = {}  # the keys of each level of opt_state
+  for place in places if linen else ():
+    for depth, name in enumerate(place[:1] if as_nnx_runs else place):  # MaxText's NNX runs leave inner chains as dicts
+      levels.setdefault(place[:depth], set()).add(name)
+  # In the Linen layout, a level whose keys are all integers is a list.
+  lists = {prefix: names for prefix, names in levels.items() if all(name.isdigit() for name in names)}
 
   def path_of(place: Path) -> TreePath:
     return (*root, *(int(name) if place[:depth] in lists else name for depth, name in enumerate(place)))
@@ -265,24 +257,11 @@ def _plan_opt_state(
     plan.empties += [(path_of(path), Empty(kind)) for path, kind in known.items()]
 
 
-def _list_levels(places: list[Path], *, only_top: bool) -> dict[Path, set[str]]:
-  """The levels of opt_state that are lists in the Linen layout, with their keys: all of them are integers."""
-  levels: dict[Path, set[str]] = {}
-  for place in places:
-    for depth, name in enumerate(place):
-      levels.setdefault(place[:depth], set()).add(name)
-  return {
-    prefix: names for prefix, names in levels.items()
-    if not (only_top and prefix) and all(name.isdigit() for name in names)
-  }  # fmt: skip
-
-
 def _step_leaf(step: StoredArray, target: Target, end: TreePath) -> TargetLeaf:
   """int32 in Linen, uint32 in NNX. Raises LayoutError where the number does not fit both."""
   if step.shape or step.dtype.kind not in "iu":
     raise LayoutError(f"step is {step.dtype}{list(step.shape)}, not one integer")
-  value = int(step.read(None))
-  if not 0 <= value <= 2**31 - 1:
+  if not 0 <= (value := int(step.read(None))) < 2**31:
     raise LayoutError(f"step={value}: only 0 to {2**31 - 1} can be moved")
   path, dtype = (("step",), "int32") if target.is_linen else (("optimizer", "step", *end), "uint32")
   return TargetLeaf(path, (Ref(step),), cast=dtype)
@@ -292,9 +271,8 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, end: TreePath)
   """Random keys and counts keep their layer axis, 0. Returns the paths of what else is no parameter."""
   tree = checkpoint.aux
   if target.drop_rngs:
-    if tree.leaves:
-      arrays = {id(ref.array) for ref in tree.leaves.values()}
-      plan.notes.append(f"dropped {len(arrays)} random-state leaves (--drop_rngs)")
+    arrays = {id(ref.array) for ref in tree.leaves.values()}
+    plan.notes += [f"dropped {len(arrays)} random-state leaves (--drop_rngs)"] * bool(arrays)
     return []
   root = ("nnx_aux", "model") if target.is_linen else ("model",)
   try:

@@ -1,8 +1,8 @@
 """GGUF files: one file with sizes, quantised tensors and a tokenizer, read like a Hugging Face folder.
 
-The package `gguf` reads the file and its blocks; tensors come out as float32 under the names of Hugging Face. Query and
-key rows of some families are stored for a rotation of neighbouring pairs; here, as in Hugging Face, the two halves of a
-head are rotated against each other, so the rows of each head are put in that order.
+The package `gguf` reads the file; tensors come out as float32 under the names of Hugging Face. Query and key rows of
+some families are stored for a rotation of neighbouring pairs; they are put in the order of Hugging Face, where the two
+halves of a head are rotated against each other.
 """
 
 from collections.abc import Mapping
@@ -59,11 +59,10 @@ def open_file(path: Path) -> GgufFile:
     raise LayoutError("GGUF files need the package gguf: pip install 'maxghost[hf]'") from None
   try:
     with open(path, "rb") as opened:
-      magic = opened.read(4)
+      if opened.read(4) != b"GGUF":
+        raise LayoutError(f"{path} is no GGUF file")
   except OSError as error:
     raise LayoutError(f"{path} cannot be read: {error}") from error
-  if magic != b"GGUF":
-    raise LayoutError(f"{path} is no GGUF file")
 
   class Reader(gguf.GGUFReader):
     """Stops where the file ends, which the package goes on behind, and at a header that would fill the memory."""

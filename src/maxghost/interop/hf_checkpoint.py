@@ -1,8 +1,8 @@
 """Hugging Face models in and out, one tensor at a time.
 
-An import makes a folder with items/, config.yml and tokenizer/ of a Hugging Face folder or a GGUF file; it keeps every
-tensor's bits and dtype. An export makes a folder that transformers loads. Both are read again and compared. Exit code
-0: written; 1: what was written differs (nothing is left); 2: refused, with the tensors named.
+An import makes a folder with items/, config.yml and tokenizer/ of a Hugging Face folder or a GGUF file. Both directions
+keep every tensor's bits and dtype, and are read again and compared. Exit codes: 0 written; 1 what was written differs
+(nothing is left); 2 refused.
 """
 
 import argparse
@@ -130,7 +130,6 @@ def export_model(
 
 
 def special_ids(cfg: config.Config) -> dict[str, int]:
-  """bos_token_id, eos_token_id and pad_token_id of the configuration's tokenizer."""
   if cfg.data.tokenizer_type != "byte" and not cfg.data.tokenizer_path:
     return {}
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
@@ -148,19 +147,6 @@ def export_adapter(source: str | Path, target: str | Path) -> None:
 
 @guarded("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  args = _parser().parse(argv)
-  ram_bytes = int(args.ram_mb * 1e6)
-  if args.verb == "import":
-    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
-  elif args.verb == "adapter":
-    export_adapter(args.source, args.target)
-  else:
-    cfg, shard_bytes = config.load(args.config) if args.config else None, int(args.shard_mb * 1e6)
-    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=shard_bytes, ram_bytes=ram_bytes)
-  return 0
-
-
-def _parser() -> Parser:
   parser = Parser(
     prog="maxghost checkpoint hf",
     description="Hugging Face models to maxghost checkpoints and back (docs/huggingface.md).",
@@ -181,4 +167,13 @@ def _parser() -> Parser:
   for verb in (into, out, adapter):
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
     verb.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory for arrays")
-  return parser
+  args = parser.parse(argv)
+  ram_bytes = int(args.ram_mb * 1e6)
+  if args.verb == "import":
+    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
+  elif args.verb == "adapter":
+    export_adapter(args.source, args.target)
+  else:
+    cfg, shard_bytes = config.load(args.config) if args.config else None, int(args.shard_mb * 1e6)
+    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=shard_bytes, ram_bytes=ram_bytes)
+  return 0

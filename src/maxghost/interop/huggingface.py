@@ -1,7 +1,6 @@
 """Hugging Face model folders as a checkpoint layout: read into the same tree as the other layouts, and written.
 
-A folder is read as a tree of parameters with unscanned layers, so loading, converting, comparing and listing work on it
-as on any checkpoint. Tensors are read one at a time, when they are needed.
+A folder is read as a tree of parameters with unscanned layers. Tensors are read one at a time, when they are needed.
 """
 
 import dataclasses
@@ -43,18 +42,15 @@ class Rule(TensorRule):
 
   @property
   def param_shape(self) -> tuple[int, ...]:
-    """Shape of each of `paths` in one layer."""
+    """Of each of `paths` in one layer."""
     return self._shape(self.lead + self.inputs + self.outputs)
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
-    """Shape of one tensor."""
     lead = () if self.per_expert else self._shape(self.lead)
     columns = math.prod(self._shape(self.outputs)) * len(self.paths)
-    if not self.inputs:
-      return (*lead, columns)
-    rows = math.prod(self._shape(self.inputs))
-    return (*lead, columns, rows) if self.transpose else (*lead, rows, columns)
+    rows = (math.prod(self._shape(self.inputs)),) if self.inputs else ()
+    return (*lead, columns, *rows) if self.transpose else (*lead, *rows, columns)
 
   def _shape(self, letters: str) -> tuple[int, ...]:
     return tuple(self.sizes[letter] for letter in letters)
@@ -62,8 +58,7 @@ class Rule(TensorRule):
   def to_param(self, values: np.ndarray, which: int) -> np.ndarray:
     """paths[which] from a tensor, or from a slice of its lead axis; a view where possible."""
     values = values.swapaxes(-1, -2) if self.transpose else values
-    count = len(self.paths)
-    width = values.shape[-1] // count
+    count, width = len(self.paths), values.shape[-1] // len(self.paths)
     chosen = slice(which, None, count) if self.interleaved else slice(which * width, (which + 1) * width)
     lead = values.shape[: values.ndim - (2 if self.inputs else 1)]
     return values[..., chosen].reshape(*lead, *self._shape(self.inputs + self.outputs))
@@ -117,7 +112,6 @@ def open_tree(path: str | os.PathLike) -> RawTree:
 
 
 def model_config(folder: Path, tensors: Mapping[str, StoredArray] | None = None) -> Config:
-  """`configuration` of a folder's config.json."""
   return configuration(layouts_store.read_json(folder / CONFIG_JSON), str(folder / CONFIG_JSON), tensors)
 
 
@@ -140,9 +134,8 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
     if (tensor := known.get(name)) is None:
       missing.append(name)
       continue
-    if tensor.shape != rule.tensor_shape:
-      expected = list(rule.tensor_shape)
-      wrong.append(f"{origin}: {tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {expected}")
+    if tensor.shape != (made := rule.tensor_shape):
+      wrong.append(f"{origin}: {tensor.name} is {list(tensor.shape)}, {CONFIG_JSON} makes it {list(made)}")
     if rule.paths == ("token_embedder/embedding",):
       embedding = tensor
     for which, param in enumerate(rule.paths):
@@ -165,7 +158,6 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
 
 
 def _same(head: StoredArray, embedding: StoredArray | None) -> bool:
-  """Whether a folder's output projection is a second copy of the embedding."""
   if embedding is None or (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
     return False
   return head.read(None).tobytes() == embedding.read(None).tobytes()
@@ -193,13 +185,8 @@ def _stored(path: TreePath, tensors: list[StoredArray], rule: Rule, which: int) 
 def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[StoredArray]:
   """The tensors to write for the parameters of a checkpoint, whatever its layout, made when they are written.
 
-  Args:
-    checkpoint: What to write.
-    model: The configuration of its model.
-    hold_bytes: Host memory for stacked arrays whose layers are read in turn; larger arrays are read in parts.
-
-  Raises:
-    LayoutError: Parameters are missing, unknown to the architecture, or of another shape than in `model`.
+  hold_bytes: host memory for stacked arrays whose layers are read in turn; larger arrays are read in parts. Raises
+  LayoutError where parameters are missing, unknown to the architecture, or of another shape than in `model`.
   """
   leaves, origin = checkpoint.params.leaves, checkpoint.raw.origin
 
@@ -209,15 +196,12 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int 
     return [LayerReader(hold_bytes // len(paths)) for _ in paths]
 
   def planned(name: str, rule: Rule, refs: list[Ref], expert: int | None) -> StoredArray:
+    def part(reader: LayerReader, ref: Ref) -> np.ndarray:
+      index = tuple(slice(0, size) for size in ref.shape)
+      return reader.part(ref, index) if expert is None else reader.part(ref, (slice(expert, expert + 1), *index[1:]))[0]
+
     def make(_=None) -> np.ndarray:
-      params = []
-      for reader, ref in zip(readers(rule.paths), refs, strict=True):
-        index = tuple(slice(0, size) for size in ref.shape)
-        if expert is None:
-          params.append(reader.part(ref, index))
-        else:
-          params.append(reader.part(ref, (slice(expert, expert + 1), *index[1:]))[0])
-      return rule.to_tensor(params)
+      return rule.to_tensor([part(*pair) for pair in zip(readers(rule.paths), refs, strict=True)])
 
     return StoredArray((name,), rule.tensor_shape, refs[0].dtype, make)
 

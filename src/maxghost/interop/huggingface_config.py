@@ -38,19 +38,19 @@ _SCALING = {
 }
 
 
+@dataclasses.dataclass
 class _Reader:
   """A config.json, and the problems found in it, which are raised together."""
 
-  def __init__(self, content: Mapping[str, Any], origin: str):
-    self.content, self.origin = content, origin
-    self.problems: list[str] = []
+  content: Mapping[str, Any]
+  origin: str
+  problems: list[str] = dataclasses.field(default_factory=list)
 
   def get(self, *names: str, default: Any = None) -> Any:
     """The first of `names` that is there and is not null."""
     return next((self.content[name] for name in names if self.content.get(name) is not None), default)
 
   def typed(self, name: str, value: Any, kind: Any) -> Any:
-    """The value as `kind`; None, and a problem, where it is none."""
     try:
       return from_python(value, kind)
     except WrongTypeError:
@@ -59,25 +59,26 @@ class _Reader:
 
   def entry(self, entry: Entry) -> Any:
     if (value := self.get(*entry.names)) is None:
-      if callable(entry.default):
-        return None if self.problems else entry.default(self.content)  # what it is made from may be at fault
-      return entry.default
+      if not callable(entry.default):
+        return entry.default
+      return None if self.problems else entry.default(self.content)  # what it is made from may be at fault
     name, field = " or ".join(entry.names), _FIELDS[entry.key]
     value = self.typed(name, value, field.type)
     for text in () if value is None else limit_problems(field, value):
       self.problem(f"{name}={shown(value)}{text}")
     return value
 
-  def problem(self, text: str) -> None:
+  def problem(self, text: str) -> dict[str, Any]:
+    """Notes a problem; gives no keys."""
     self.problems.append(f"{self.origin}: {text}")
+    return {}
 
 
 def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   """The model keys that make the function of a config.json. Raises LayoutError for what no key can express."""
   family, read = _family(content, origin), _Reader(content, origin)
   entries = family.huggingface.entries
-  missing = [entry.names[0] for entry in entries if entry.default is REQUIRED and read.get(*entry.names) is None]
-  if missing:
+  if missing := [x.names[0] for x in entries if x.default is REQUIRED and read.get(*x.names) is None]:
     raise LayoutError(f"{origin} has no {', '.join(missing)}")
   keys = {**family.needs, "decoder_block": family.name} | {entry.key: read.entry(entry) for entry in entries}
   for name, allowed in family.huggingface.demands.items():
@@ -126,8 +127,8 @@ def _attention_types(read: _Reader, family: Family, num_layers: int) -> dict[str
     pattern = slides.get(sliding, [False])
     types = ["sliding_attention" if pattern[i % len(pattern)] else "full_attention" for i in range(num_layers)]
   if not isinstance(types, list) or len(types) < num_layers or any(t not in (*_LAYER_TYPES,) for t in types):
-    read.problem(f"layer_types={shown(types)} must name {' or '.join(_LAYER_TYPES)} for each of {num_layers} layers")
-    return {}
+    names = " or ".join(_LAYER_TYPES)
+    return read.problem(f"layer_types={shown(types)} must name {names} for each of {num_layers} layers")
   ours = [_LAYER_TYPES[name] for name in types[:num_layers]]
   cycle = next(c for c in range(1, num_layers + 1) if num_layers % c == 0 and ours == ours[:c] * (num_layers // c))
   return {
@@ -141,14 +142,12 @@ def _rotary(read: _Reader) -> dict[str, Any]:
   """transformers 5 writes rope_parameters, 4 writes rope_theta and rope_scaling."""
   parameters = read.get("rope_parameters") or read.get("rope_scaling", default={})
   if not isinstance(parameters, dict):
-    read.problem(f"rope_parameters={shown(parameters)} must be an object")
-    return {}
+    return read.problem(f"rope_parameters={shown(parameters)} must be an object")
   theta = parameters.get("rope_theta", read.get("rope_theta", default=10000.0))
   kind = parameters.get("rope_type", parameters.get("type", "default"))
   names = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}
   if not isinstance(kind, str) or kind not in names:
-    read.problem(f"rope_type={kind} is not known here; known are default, llama3, yarn")
-    return {}
+    return read.problem(f"rope_type={kind} is not known here; known are default, llama3, yarn")
   keys: dict[str, Any] = {"rope_type": "llama3.1" if kind == "llama3" else kind}
   keys["rope_max_timescale"] = read.typed("rope_theta", theta, float)
   for ours, name in names[kind].items():
@@ -191,25 +190,17 @@ def config_json(
   special_ids: Mapping[str, int],
   others: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-  """A config.json that transformers reads as this model.
+  """A config.json that transformers reads as this model, with parameters of `dtype`.
 
-  Args:
-    model: The model.
-    dtype: The dtype of its parameters.
-    max_positions: `max_position_embeddings`, where `others` lacks it.
-    special_ids: bos_token_id and the like.
-    others: Entries of the model's original config.json to keep (`other_entries`).
-
-  Raises:
-    LayoutError: transformers has no such model: reading the result gives other keys.
+  max_positions: `max_position_embeddings`, where `others` lacks it. special_ids: bos_token_id and the like. others:
+  `other_entries` of the model's original config.json. Raises LayoutError where reading the result gives other keys,
+  since transformers has no such model.
   """
   family = FAMILIES[model.decoder_block]
   theirs = family.huggingface
   content = {"use_cache": True} | ({"output_router_logits": False} if family.routed else {}) | dict(others or {})
-  content |= {
-    "architectures": [theirs.model_class], "model_type": theirs.model_type, "dtype": dtype, "torch_dtype": dtype,
-  }  # fmt: skip
-  content |= {name: allowed[0] for name, allowed in theirs.demands.items()}
+  content |= {"architectures": [theirs.model_class], "model_type": theirs.model_type}
+  content |= {"dtype": dtype, "torch_dtype": dtype, **{name: known[0] for name, known in theirs.demands.items()}}
   for entry in theirs.entries:
     value = expert_width(model) if entry.key == "base_moe_mlp_dim" else getattr(model, entry.key)
     content |= dict.fromkeys(entry.names, value)
@@ -250,9 +241,8 @@ def _write_rotary(model: ModelConfig) -> dict[str, Any]:
   """In the words of transformers 5 and of 4."""
   scaling: dict[str, Any] = {}
   if model.rope_type != "default":
-    names = _YARN if model.rope_type == "yarn" else _LLAMA3
-    scaling = {"rope_type": "yarn" if model.rope_type == "yarn" else "llama3"}
-    scaling |= {theirs: getattr(model, ours) for ours, theirs in names.items()}
+    kind, names = ("yarn", _YARN) if model.rope_type == "yarn" else ("llama3", _LLAMA3)
+    scaling = {"rope_type": kind} | {theirs: getattr(model, ours) for ours, theirs in names.items()}
     scaling["original_max_position_embeddings"] = model.original_max_position_embeddings
     if model.rope_type == "yarn" and not model.rope_attention_scaling:
       scaling["attention_factor"] = 1.0

@@ -2,9 +2,8 @@
 
 MaxText's llama2, mistral, mixtral, gemma and gemma2 blocks compute softmax(q k) and keep the factor in the query
 weights; maxghost computes softmax(q k / sqrt(h)), h being the head width. The two functions are equal when the query
-weights are multiplied by s = sqrt(h); their gradients are then divided by s, so first moments are divided by s and
-second moments by h. This changes values, so the converter does not do it. It is exact, and so is its inverse, where s
-is a power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
+weights are multiplied by s = sqrt(h), first moments divided by s and second moments by h. This is exact where s is a
+power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
 """
 
 import math
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.checkpoint import compare
+from maxghost.checkpoint.compare import VALUE
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path
 from maxghost.config.arguments import Parser
@@ -22,41 +21,29 @@ from maxghost.interop.convert import check_target, write_checkpoint
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
+AnyPath = str | os.PathLike
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
 # Which power of the gradient a moment holds, by the name optax gives it; a weight holds power 0.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
 
 
 def is_query(path: TreePath) -> bool:
-  """Whether a parameter path (or a moment's) ends in a query projection's kernel or bias."""
   return without_value(path)[-2:] in (("query", "kernel"), ("query", "bias"))
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
   """One query leaf, or a block of it, rescaled in float64 and rounded once to its own dtype."""
-  powers = [_POWERS[name] for name in map(str, path) if name in _POWERS] if "opt_state" in path else [0]
-  if not powers:
+  power = next((_POWERS[name] for name in map(str, path) if name in _POWERS), None) if "opt_state" in path else 0
+  if power is None:
     known = ", ".join(_POWERS)
     raise LayoutError(f"leaf {slash_path(path)}: it is not known how this state scales with gradients; known: {known}")
-  factor = float(head_dim) if powers[0] == 2 else math.sqrt(head_dim)
-  grows = (powers[0] == 0) == (to == MAXGHOST)
+  factor, grows = float(head_dim) if power == 2 else math.sqrt(head_dim), (power == 0) == (to == MAXGHOST)
   wide = array.astype(np.float64)
   return (wide * factor if grows else wide / factor).astype(array.dtype)
 
 
-def rescale_checkpoint(
-  source: str | os.PathLike,
-  target_path: str | os.PathLike,
-  head_dim: int,
-  to: str,
-  *,
-  say: Callable[[str], None] = print,
-) -> None:
-  """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit.
-
-  Refuses (LayoutError) where the checkpoint already follows the convention `to`, where it holds no query projection,
-  and where head_dim is not the last dimension of one.
-  """
+def rescale_checkpoint(source: AnyPath, target_path: AnyPath, head_dim: int, to: str, *, say: Callable = print) -> None:
+  """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit."""
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
   raw = open_tree(source)
@@ -77,7 +64,7 @@ def rescale_checkpoint(
   def change(path: TreePath, block: np.ndarray) -> np.ndarray:
     return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
 
-  rescaled = lambda row: row.kind == compare.VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
+  rescaled = lambda row: row.kind == VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
   write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=rescaled)
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 

@@ -1,12 +1,12 @@
 """Fills a maxghost train state, or a model's parameters, from a checkpoint of any layout.
 
-The wanted tree gives the arrays and their shardings. Each array is read, stacked or unstacked as the model needs, put
-on its devices, and freed on the host before the next one. Moments are matched by name (`mu`, `nu`, `trace`), so the
-number of optimizer stages may differ.
+Each array is read, stacked or unstacked as the model needs, put on its devices, and freed on the host before the next
+one. Moments are matched by name (`mu`, `nu`, `trace`), so the number of optimizer stages may differ.
 """
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, 
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, TreePath
 from maxghost.config.values import slash_path
-from maxghost.interop.convert import read_block, with_key_type
+from maxghost.interop.convert import read_block
 from maxghost.interop.convert_plan import TargetLeaf
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.linen_scaling import is_query, rescale_leaf
@@ -43,25 +43,17 @@ def open_load(
   Leaves that other programs' checkpoints lack (loop state, random keys) keep the array that `wanted` has there and are
   named by `say`. Where `wanted` has no array, `clip_factor` is 1 and the others are left out.
 
-  Args:
-    path: The checkpoint folder, or a Hugging Face model folder; or one that is open.
-    wanted: {"model": {...}[, "optimizer": {...}][, ...]}, with leaves that have shape and dtype
-      (jax.ShapeDtypeStruct). A leaf without a sharding is read as a numpy array.
-    head_dim: Rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
-    widen: Whether a parameter may have a narrower float dtype, whose values the wanted one holds exactly.
-    say: Receives each message for the user.
-
-  Returns:
-    A function that reads the arrays and returns them nested as in `wanted`.
-
-  Raises:
-    LayoutError: It names every parameter and moment that is missing or has another shape or dtype.
+  path: the checkpoint folder, or a Hugging Face model folder; or one that is open. wanted: {"model": {...}[,
+  "optimizer": {...}][, ...]}, with leaves that have shape and dtype (jax.ShapeDtypeStruct); one without a sharding is
+  read as a numpy array. head_dim: rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
+  widen: whether a parameter may have a narrower float dtype, whose values the wanted one holds exactly. say: receives
+  each message for the user. Returns a function that reads the arrays and returns them nested as in `wanted`. Raises
+  LayoutError, which names every parameter and moment that is missing or has another shape or dtype.
   """
   raw = path if isinstance(path, RawTree) else open_tree(path)
   path, source = raw.origin, read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  target = read_checkpoint(
-    layouts_store.tree_from_memory(wanted, "the model"), ReadOptions(layout=MAXGHOST, scan_axis=0)
-  )
+  model = layouts_store.tree_from_memory(wanted, "the model")
+  target = read_checkpoint(model, ReadOptions(layout=MAXGHOST, scan_axis=0))
   found = _Matcher(widen)
   found.match(target.params, source.params)
   unused = [leaf_text(leaf) for leaf, ref in source.params.leaves.items() if ref not in found.used]
@@ -105,16 +97,16 @@ def open_load(
   return read_all
 
 
+@dataclass
 class _Matcher:
   """Pairs arrays of the model with layers of the source: `leaves`; `fresh` are those that it lacks."""
 
-  def __init__(self, widen: bool):
-    self._widen = widen
-    self.leaves: list[TargetLeaf] = []
-    self.fresh: list[TreePath] = []
-    self.missing: list[str] = []
-    self.unlike: list[str] = []
-    self.used: set[Ref] = set()
+  widen: bool
+  leaves: list[TargetLeaf] = field(default_factory=list)
+  fresh: list[TreePath] = field(default_factory=list)
+  missing: list[str] = field(default_factory=list)
+  unlike: list[str] = field(default_factory=list)
+  used: set[Ref] = field(default_factory=set)
 
   def match(
     self, target: ParamTree, source: ParamTree, prefix: str = "", *, optional: bool = False, cast: bool = False
@@ -137,13 +129,12 @@ class _Matcher:
       parts = tuple(source.leaves[leaf] for _, leaf, _ in layers)
       self.used.update(parts)
       first = layers[0][2]
-      dtype = array.dtype.name if (cast or self._widen) and not array.key_impl else ""
+      dtype = array.dtype.name if (cast or self.widen) and not array.key_impl else ""
       self.leaves.append(TargetLeaf(array.path, parts, None if first.index is None else first.axis, dtype))
 
   def _holds(self, ref: Ref, part: Ref) -> bool:
-    """Whether the wanted dtype is the stored one, or may be wider."""
     floats = part.dtype.name in _FLOATS and ref.dtype.name in _FLOATS
-    return part.dtype == ref.dtype or (self._widen and floats and part.dtype.itemsize < ref.dtype.itemsize)
+    return part.dtype == ref.dtype or (self.widen and floats and part.dtype.itemsize < ref.dtype.itemsize)
 
 
 def _tree(arrays: Iterable[tuple[Path, Any]]) -> ParamTree:
@@ -173,9 +164,8 @@ def _look_up(tree: Any, path: TreePath) -> Any:
 
 
 def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
-  value = with_key_type(block, key_impl) if layouts_store.is_typed_key(wanted) else block
-  if (sharding := getattr(wanted, "sharding", None)) is None:
-    return value
   import jax
 
-  return jax.device_put(value, sharding)
+  is_key, sharding = key_impl and layouts_store.is_typed_key(wanted), getattr(wanted, "sharding", None)
+  value = jax.random.wrap_key_data(jax.numpy.asarray(block), impl=key_impl) if is_key else block
+  return value if sharding is None else jax.device_put(value, sharding)

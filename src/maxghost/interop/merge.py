@@ -1,7 +1,4 @@
-"""Merges LoRA adapters into the matrices of a model of any layout, as they are read; the base stays as it is.
-
-Adapters of a run on a base in few bits are merged into what its codes stand for, which is the model that was trained.
-"""
+"""Merges LoRA adapters into the matrices of a model of any layout, as they are read; the base stays as it is."""
 
 import dataclasses
 import functools
@@ -22,10 +19,9 @@ from maxghost.config.schema import AdapterConfig
 from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.peft import Arrays, Settings
 
 
-def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[str, np.ndarray]]:
+def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, dict[str, np.ndarray]]:
   """As `peft.load_adapter`, from a folder of PEFT or from a run or checkpoint with adapters. Raises ConfigError."""
   if (file := full_path(path) / peft.CONFIG).is_file():
     try:
@@ -43,7 +39,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[Settings, dict[s
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
       found[name, layer] = {None: reader.part(ref, tuple(slice(0, size) for size in ref.shape))}
   few_bits = given.lora_weight_qtype if given.lora_weight_qtype in ("int8", "nf4") else ""
-  settings = Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, base_qtype=few_bits)
+  settings = peft.Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, base_qtype=few_bits)
   return settings, peft.stack(found, model, place.tree)
 
 
@@ -69,11 +65,8 @@ def open_merged(base: RawTree, model: ModelConfig, adapter: str | Path, say: Cal
   return merged(base, model, settings, arrays)
 
 
-def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays) -> RawTree:
-  """The model with the adapter merged into its matrices as they are read; `base` keeps its own.
-
-  Raises LayoutError where an adapter has no matrix in the model, or one of another shape.
-  """
+def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: peft.Arrays) -> RawTree:
+  """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits."""
   found, problems, checkpoint = peft.unstack(arrays, model), [], read_checkpoint(base, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
     raise LayoutError(
@@ -102,7 +95,7 @@ def merged(base: RawTree, model: ModelConfig, settings: Settings, arrays: Arrays
 
 
 def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-  """{path without layer: what lora_weight_qtype makes of such a matrix}. Imports JAX."""
+  """{path without layer: what lora_weight_qtype makes of such a matrix}: the model that was trained. Imports JAX."""
   from flax import nnx
 
   from maxghost import adapters, models
@@ -125,17 +118,16 @@ def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.
 
 
 def _changed_node(array: StoredArray, axis: int, changes: dict[int | None, Callable]) -> StoredArray:
-  def one(w: np.ndarray, layer: int | None) -> np.ndarray:
-    return changes[layer](w) if layer in changes else w
+  whole = [slice(0, size) for size in array.shape]
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
-    index = tuple(slice(0, size) for size in array.shape) if index is None else index
+    index = tuple(whole) if index is None else index
     if None in changes:
-      return one(array.read(None), None)[index]
-    whole, out = [slice(0, size) for size in array.shape], []
+      return changes[None](array.read(None))[index]
+    out = []
     for layer in range(*index[axis].indices(array.shape[axis])):  # one in memory at a time
-      whole[axis] = slice(layer, layer + 1)
-      out.append(one(array.read(tuple(whole)).squeeze(axis), layer)[index[:axis] + index[axis + 1 :]])
+      w = array.read((*whole[:axis], slice(layer, layer + 1), *whole[axis + 1 :])).squeeze(axis)
+      out.append(changes.get(layer, _as_stored)(w)[index[:axis] + index[axis + 1 :]])
     return np.stack(out, axis)
 
   return dataclasses.replace(array, read=read)

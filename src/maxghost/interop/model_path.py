@@ -1,8 +1,4 @@
-"""Finds the model at a path: a run, one of its steps, an imported folder, or a Hugging Face folder.
-
-A `ModelPlace` says where the parameters are, and has the configuration of the model and its tokenizer. Nothing here
-imports JAX.
-"""
+"""Finds the model at a path: a run, one of its steps, an imported folder, or a Hugging Face folder. Imports no JAX."""
 
 import dataclasses
 from pathlib import Path
@@ -24,15 +20,9 @@ HUGGINGFACE_FILE = "huggingface.json"  # config.json of the model that a run or 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelPlace:
-  """Where a model is.
+  """Where a model is, and its configuration with the tokenizer beside it; None for a checkpoint of another program."""
 
-  Attributes:
-    tree: The folder that `open_tree` reads.
-    config: The configuration of the model, with the tokenizer beside it; None for a checkpoint of another program.
-    config_file: The file that `config` was read from, or None.
-  """
-
-  tree: Path
+  tree: Path  # the folder that `open_tree` reads
   config: Config | None
   config_file: Path | None
 
@@ -50,38 +40,32 @@ class ModelPlace:
 def find(path: str | Path, key: str = "") -> ModelPlace:
   """The model at `path`, which `key` gave. Raises ConfigError if there is none, or its config.yml cannot be read."""
   with naming(key, path):
-    return _find(path)
-
-
-def _find(path: str | Path) -> ModelPlace:
-  folder = full_path(path)
-  if not folder.is_dir():
-    raise LayoutError(f"there is no model folder {path}")
-  if huggingface.is_huggingface(folder):
-    cfg = huggingface.model_config(folder, open_tensors(folder))
-    cfg = config.replace(cfg, **tokenizer_keys(folder, cfg.model.vocab_size))
-    return ModelPlace(folder, cfg, folder / huggingface.CONFIG_JSON)
-  if (folder / "checkpoints").is_dir():
-    steps = [entry for entry in (folder / "checkpoints").iterdir() if entry.name.isdecimal() and entry.is_dir()]
-    if not steps:
-      raise LayoutError(f"{folder} has no checkpoint in {folder / 'checkpoints'}")
-    folder = max(steps, key=lambda entry: int(entry.name))
-  locate(folder)
-  # <run>/checkpoints/<step>[/items] and <imported>[/items].
-  for candidate in (folder, *list(folder.parents)[:3]):
-    file = candidate / CONFIG_FILE
-    if file.is_file():
-      return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
-  return ModelPlace(folder, None, None)
+    folder = full_path(path)
+    if not folder.is_dir():
+      raise LayoutError(f"there is no model folder {path}")
+    if huggingface.is_huggingface(folder):
+      cfg = huggingface.model_config(folder, open_tensors(folder))
+      cfg = config.replace(cfg, **tokenizer_keys(folder, cfg.model.vocab_size))
+      return ModelPlace(folder, cfg, folder / huggingface.CONFIG_JSON)
+    if (folder / "checkpoints").is_dir():
+      steps = [entry for entry in (folder / "checkpoints").iterdir() if entry.name.isdecimal() and entry.is_dir()]
+      if not steps:
+        raise LayoutError(f"{folder} has no checkpoint in {folder / 'checkpoints'}")
+      folder = max(steps, key=lambda entry: int(entry.name))
+    locate(folder)
+    # <run>/checkpoints/<step>[/items] and <imported>[/items].
+    for candidate in (folder, *list(folder.parents)[:3]):
+      if (file := candidate / CONFIG_FILE).is_file():
+        return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
+    return ModelPlace(folder, None, None)
 
 
 def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
   """The config.json of the Hugging Face model that `place` came from; None where there is none any more."""
   if place.config_file and place.config_file.name == huggingface.CONFIG_JSON:
     return place.config_file
-  began = cfg.checkpoint.given
   folders = [place.config_file.parent] if place.config_file else []
-  folders += [full_path(began)] if began else []
+  folders += [full_path(cfg.checkpoint.given)] if cfg.checkpoint.given else []
   files = [folder / name for folder in folders for name in (HUGGINGFACE_FILE, huggingface.CONFIG_JSON)]
   return next((file for file in files if file.is_file()), None)
 
@@ -96,18 +80,19 @@ def keep_huggingface(place: ModelPlace, cfg: Config, folder: Path) -> None:
 def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
   """The keys for the tokenizer in a folder, {} without one. Raises ConfigError if it has more ids than vocab_size."""
   if (folder / "tokenizer.json").is_file():
-    keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+    kind, path = "huggingface", str(folder)
   elif (folder / "tokenizer.model").is_file():
-    keys = {"tokenizer_type": "sentencepiece", "tokenizer_path": str(folder / "tokenizer.model")}
+    kind, path = "sentencepiece", str(folder / "tokenizer.model")
   else:
     return {}
-  tokenizer = load_tokenizer(keys["tokenizer_type"], keys["tokenizer_path"])
+  tokenizer = load_tokenizer(kind, path)
   if tokenizer.vocab_size > vocab_size:
     raise LayoutError(
       f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
       f"{vocab_size - 1}: they do not belong together"
     )
-  return keys | {"add_bos": _begins_with_bos(folder, tokenizer), "add_eos": tokenizer.eos_id is not None}
+  ends = {"add_bos": _begins_with_bos(folder, tokenizer), "add_eos": tokenizer.eos_id is not None}
+  return {"tokenizer_type": kind, "tokenizer_path": path, **ends}
 
 
 def _begins_with_bos(folder: Path, tokenizer) -> bool:

@@ -45,17 +45,14 @@ Leaf = tuple[str, int | None]  # path without layer, and the layer
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What an adapter is besides its arrays. config: the adapter_config.json it came from; {} for a new one.
-
-  base_qtype: lora_weight_qtype of the base that it was trained on, where that is known.
-  """
+  """What an adapter is besides its arrays."""
 
   rank: int
   alpha: float
   dropout: float = 0.0
   use_rslora: bool = False
-  base_qtype: str = ""
-  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  base_qtype: str = ""  # lora_weight_qtype of the base that it was trained on, where that is known
+  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the adapter_config.json that it came from
 
   @property
   def scale(self) -> float:
@@ -87,7 +84,6 @@ class Place:
     return [((adapter_path(x, "a"), self.layer), (adapter_path(x, "b"), self.layer)) for x in self.rule.paths]
 
   def shapes(self, rank: int) -> list[tuple[int, int]]:
-    """Of A and B."""
     inputs, outputs = (math.prod(self.rule.sizes[x] for x in y) for y in (self.rule.inputs, self.rule.outputs))
     rows = rank * (self.num_stacked or 1)
     return [(rows, inputs), (outputs * len(self.rule.paths), rows)]
@@ -110,10 +106,9 @@ class Place:
     """A and B of the (a, b) of each part. blocks: with an own A for each, else with that of the first."""
     a, b = parts[0][0], [b for _, b in parts]
     if blocks:
-      a, lead, zeros = np.concatenate([a for a, _ in parts], axis=-1), a.ndim - 2, [np.zeros_like(x) for x in b]
+      a, lead, last = np.concatenate([a for a, _ in parts], axis=-1), a.ndim - 2, len(b) - 1
       b = [
-        np.concatenate([*[x] * i, own, *[x] * (len(b) - 1 - i)], lead)
-        for i, (own, x) in enumerate(zip(b, zeros, strict=True))
+        np.concatenate([*[np.zeros_like(x)] * i, x, *[np.zeros_like(x)] * (last - i)], lead) for i, x in enumerate(b)
       ]
     b = self._columns(a.shape[-1]).to_tensor(b)
     if self.num_stacked:
@@ -132,11 +127,8 @@ def adapter_path(path: str, part: str) -> str:
 
 
 def places(model: ModelConfig, parameters: tuple[str, ...] | None = None) -> Iterator[Place]:
-  """Every matrix of the model that an adapter may have.
-
-  parameters: names of the adapted `target_parameters`, for experts in one parameter. None: an adapter of each expert,
-  where Hugging Face publishes them one by one.
-  """
+  """Every matrix of the model that an adapter may have. parameters: names of the adapted `target_parameters`, for
+  experts in one parameter; None: an adapter of each expert, where Hugging Face publishes them one by one."""
   fused: dict[int, dict[str, Rule]] = {}  # gate_up_proj and down_proj of each layer's experts
   for rule, layer, expert, name in table(model):
     module = name.removesuffix(".weight")
@@ -155,12 +147,8 @@ def places(model: ModelConfig, parameters: tuple[str, ...] | None = None) -> Ite
 def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict[str, np.ndarray]]:
   """Reads an adapter folder for this model.
 
-  Returns:
-    (settings, {label: array}), with the dtypes of the file; `decoder/layers/self_attention/query/lora/a` is [L, D, r].
-
-  Raises:
-    LayoutError: The folder holds something else than such adapters, or does not fit the model; it names the entry or
-      the tensors.
+  Returns (settings, {label: array}), with the dtypes of the file; `decoder/layers/self_attention/query/lora/a` is
+  [L, D, r]. Raises LayoutError, naming the entry or the tensors, where the folder does not hold adapters of this model.
   """
   folder = full_path(folder)
   config, file = read_json(folder / CONFIG), folder / TENSORS
@@ -234,8 +222,8 @@ def _rank(place: Place, settings: Settings, origin: Path) -> int:
 
 def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> list[str]:
   """A line for the listed targets that no tensor belongs to."""
-  modules = config.get("target_modules") or []
-  targets = [*([] if isinstance(modules, str) else modules), *(config.get("target_parameters") or ())]
+  modules = config.get("target_modules") or ()  # a text is a pattern
+  targets = [*(() if isinstance(modules, str) else modules), *(config.get("target_parameters") or ())]
   lost = [x for x in targets if not any(f".{module}".endswith(f".{x.removesuffix('.weight')}") for module in adapted)]
   return [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"] * bool(lost)
 
@@ -272,8 +260,7 @@ def unstack(arrays: Arrays, model: ModelConfig) -> dict[Leaf, np.ndarray]:
 def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arrays: Arrays, base: str = "") -> None:
   """Writes a new adapter folder that PEFT loads, of arrays as `load_adapter` returns them.
 
-  base: name or path of the base model, for whoever loads the adapter. Raises LayoutError for arrays without a place in
-  the model, and where only some parts of a module are adapted.
+  base: name or path of the base model, for whoever loads the adapter. Raises LayoutError for arrays that do not fit.
   """
   folder, found = full_path(folder), unstack(arrays, model)
   matrices = {path for rule, *_ in table(model) if rule.per_expert for path in rule.paths}
@@ -281,8 +268,7 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   parameters = None  # PEFT reads adapters of single experts only where all their matrices have one
   if settings.config.get("target_parameters") or experts != matrices:
     parameters = tuple({"down_proj" if path.endswith("/wo") else "gate_up_proj" for path in experts})
-  held: list[tuple[Place, list]] = []
-  used, problems, own = set(), [], set()
+  held, used, problems, own = [], set(), [], set()
   for place in places(model, parameters):
     leaves = [leaf for pair in place.leaves for leaf in pair]
     lost, one = [leaf for leaf in leaves if leaf not in found], slice(None) if place.expert is None else place.expert

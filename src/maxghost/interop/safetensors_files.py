@@ -1,8 +1,7 @@
 """Safetensors folders: tensors in one or several files, read and written one at a time.
 
-A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. The library reads; this module
-writes, because the library needs all tensors of a file in memory at once. A file is 8 bytes with the length of a JSON
-header, the header (dtype, shape and place of each tensor), and the tensors' bytes in that order.
+The library reads; this module writes, because the library needs all tensors of a file in memory at once. A file is 8
+bytes with the length of a JSON header, the header (dtype, shape and place of each tensor), and the tensors' bytes.
 
 MXFP4, as gpt-oss is published, is read as the bfloat16 arrays that it stands for. A matrix `name` [E, in, out] lies as
 `name_blocks` uint8[E, out, G, 16] and `name_scales` uint8[E, out, G]: G groups of 32 inputs, two to a byte with the
@@ -11,7 +10,6 @@ first in its low half, each a 4-bit float (E2M1) times the power of two of its g
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +67,7 @@ def _tensor(file: Path, opened: Any, name: str) -> StoredArray:
   view = opened.get_slice(name)
   if (stored := view.get_dtype()) not in _DTYPES:
     raise LayoutError(f"{file}: {name} has dtype {stored}; only {', '.join(_DTYPES)} are read")
-
-  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
-    return opened.get_tensor(name) if index is None else view[index]
-
+  read = lambda index=None: opened.get_tensor(name) if index is None else view[index]  # noqa: E731
   return StoredArray((name,), tuple(view.get_shape()), np.dtype(_DTYPES[stored]), read)
 
 
@@ -96,11 +91,10 @@ def _matrix(name: str, blocks: StoredArray, scales: StoredArray) -> StoredArray:
       f"MXFP4 is uint8[experts, out, groups, {_GROUP_BYTES}] with uint8[experts, out, groups]"
     )
   experts, outputs, groups = scales.shape
-
-  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
-    return decode(blocks.read(index), scales.read(index))
-
-  return StoredArray((name,), (experts, groups * 2 * _GROUP_BYTES, outputs), np.dtype("bfloat16"), read)
+  shape = (experts, groups * 2 * _GROUP_BYTES, outputs)
+  return StoredArray(
+    (name,), shape, np.dtype("bfloat16"), lambda index=None: decode(blocks.read(index), scales.read(index))
+  )
 
 
 def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -114,7 +108,14 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int, single: str = SINGLE) -> None:
   """Writes tensors, one in memory at a time, to files of shard_bytes with an index, or to the only file `single`."""
-  shards = list(_shards(tensors, shard_bytes))
+  shards: list[list[StoredArray]] = [[]]
+  size = 0  # of the last shard
+  for tensor in tensors:
+    if shards[-1] and size + tensor.nbytes > shard_bytes:
+      shards.append([])
+      size = 0
+    shards[-1].append(tensor)
+    size += tensor.nbytes
   if len(shards) == 1:
     _write_file(folder / single, shards[0])
     return
@@ -126,18 +127,6 @@ def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int, si
   total = sum(tensor.nbytes for tensor in tensors)
   index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
   write_json(folder / INDEX, index, indent=2)
-
-
-def _shards(tensors: list[StoredArray], shard_bytes: int) -> Iterator[list[StoredArray]]:
-  shard: list[StoredArray] = []
-  size = 0
-  for tensor in tensors:
-    if shard and size + tensor.nbytes > shard_bytes:
-      yield shard
-      shard, size = [], 0
-    shard.append(tensor)
-    size += tensor.nbytes
-  yield shard
 
 
 def _write_file(file: Path, tensors: list[StoredArray]) -> None:

@@ -15,12 +15,10 @@ from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
 OPEN_FILES = 64
-_NO_READ_AHEAD = "readahead_buffer_size:0"  # records are read in random order
 TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
 
 
 def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
-  """Documents of ArrayRecord files. Raises ConfigError."""
   readers, shards, notes, formats = Opened(open_reader, OPEN_FILES), [], [], {}
   for file in files:
     try:
@@ -49,7 +47,8 @@ def open_reader(path: str):
   """A reader. The library reads a truncated file as an empty one; here it raises CorruptError."""
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
-  reader = array_record_module.ArrayRecordReader(path, options=_NO_READ_AHEAD)
+  # Nothing is read ahead, since records are read in random order.
+  reader = array_record_module.ArrayRecordReader(path, options="readahead_buffer_size:0")
   if not reader.ok():
     reason = "it cannot be opened"
     try:
@@ -63,20 +62,15 @@ def open_reader(path: str):
 def _texts(
   readers: Opened, path: str, kind: str, columns: tuple[str, ...], records: list[int], sizes: list[int]
 ) -> list[bytes]:
-  out = []
-  for record, raw in zip(records, read_records(readers, path, records), strict=True):
-    where = f"{path}, record {record}"
-    if kind == TEXT:
-      out.append(utf8(where, 0, raw))
-      continue
-    out.append(join_columns(where, _parsed(where, kind, raw), columns))
-  return out
+  read = zip([f"{path}, record {number}" for number in records], read_records(readers, path, records), strict=True)
+  if kind == TEXT:
+    return [utf8(where, 0, raw) for where, raw in read]
+  return [join_columns(where, _parsed(where, kind, raw), columns) for where, raw in read]
 
 
 def _record(readers: Opened, path: str, kind: str, record: int, _: int) -> dict[str, Any]:
   """The fields of a record; none where it is JSON of another kind."""
-  (raw,) = read_records(readers, path, [record])
-  values = _parsed(f"{path}, record {record}", kind, raw)
+  values = _parsed(f"{path}, record {record}", kind, read_records(readers, path, [record])[0])
   return values if isinstance(values, dict) else {}
 
 

@@ -14,6 +14,7 @@ from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
 T = TypeVar("T")
+_REPAIR = "repair or remove it, or use on_corrupt=skip"
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
 COLUMNS = {
   "conversations": ("messages", "prompt", "completion", "tools"),
@@ -98,21 +99,14 @@ def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
 def left_out(error: CorruptError, on_corrupt: str) -> str:
   """The note that a file is left out. Raises ConfigError with on_corrupt=error."""
   if on_corrupt == "error":
-    raise ConfigError(f"{error}; repair or remove it, or use on_corrupt=skip") from error
+    raise ConfigError(f"{error}; {_REPAIR}") from error
   return f"left out: {error}"
 
 
 def read_or_skip(
-  read: Callable[[np.ndarray], Iterable[T]],
-  indices: np.ndarray,
-  on_corrupt: str = "skip",
-  fix: str = "repair or remove it, or use on_corrupt=skip",
+  read: Callable[[np.ndarray], Iterable[T]], indices: np.ndarray, on_corrupt: str = "skip", fix: str = _REPAIR
 ) -> list[T | None]:
-  """The results of `read`, one for each index; None for a corrupt one with on_corrupt=skip.
-
-  Raises:
-    ConfigError: on_corrupt=error and something is corrupt. The message names it and ends with `fix`.
-  """
+  """The results of `read`, one for each index; None for a corrupt one. With on_corrupt=error ConfigError names it."""
   try:
     return [*read(indices)]
   except CorruptError as error:
@@ -146,19 +140,15 @@ class DocumentList(Source):
   """A source whose documents are in memory."""
 
   def __init__(self, documents: Sequence[Document], domains: tuple[str, ...]):
-    self.documents = documents
-    self.domains = domains
-    self.files = {}
+    self.documents, self.domains, self.files = documents, domains, {}
     self._sizes = np.array([len(d.text) for d in documents], np.int64)
     self.num_bytes = int(self._sizes.sum())
     parts = (part for d in documents for part in (d.domain, d.path, str(d.offset), d.text))
     self.fingerprint = f"{text_hash(*parts):016x}"
     self._domain_numbers = np.array([domains.index(d.domain) for d in documents], np.int64)
     path_hash = functools.cache(text_hash)  # paths repeat
-    self._id_hashes = combine(
-      np.array([path_hash(d.domain, d.path) for d in documents], np.uint64),
-      np.array([d.offset for d in documents], np.int64),
-    )
+    paths = np.array([path_hash(d.domain, d.path) for d in documents], np.uint64)
+    self._id_hashes = combine(paths, np.array([d.offset for d in documents], np.int64))
 
   def __len__(self) -> int:
     return len(self.documents)
@@ -179,21 +169,20 @@ class DocumentList(Source):
     return self._sizes[indices]
 
 
-def take(documents: Iterable[Document], cap: int, domain: str) -> list[Document]:
-  """The first documents of a domain, up to `cap` bytes together (0 = no cap). Raises ConfigError for too low a cap."""
-  taken, size = [], 0
-  for document in documents:
-    size += len(document.text)
-    if cap and size > cap:
+def take(items: Iterable[T], cap: int, domain: str, size: Callable[[T], int]) -> list[T]:
+  """The first of some documents, up to `cap` bytes together (0 = no cap). Raises ConfigError for too low a cap."""
+  taken, total = [], 0
+  for item in items:
+    total += size(item)
+    if cap and total > cap:
       if not taken:
-        raise too_low_cap(cap, domain, size)
+        raise too_low_cap(cap, domain, total)
       break
-    taken.append(document)
+    taken.append(item)
   return taken
 
 
 def too_low_cap(cap: int, domain: str, first_bytes: int) -> ConfigError:
-  """The error for a cap below the size of the domain's first document."""
   return ConfigError(
     f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {first_bytes} bytes; "
     f"use {first_bytes} or more, or 0 for no cap"
@@ -229,8 +218,7 @@ def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tupl
 
 def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
   """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError."""
-  values = []
-  record = record if isinstance(record, dict) else {}
+  values, record = [], record if isinstance(record, dict) else {}
   if isinstance(columns, Kept):
     kept = {column: record[column] for column in columns if record.get(column) is not None}
     values, columns = [json.dumps(kept, ensure_ascii=False, default=as_text)], ()

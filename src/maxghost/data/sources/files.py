@@ -30,8 +30,7 @@ class CorpusFile:
 def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kind: str = "text") -> list[CorpusFile]:
   """The files of `domain=glob` patterns (`**` matches any number of folders), by domain as given, then by name.
 
-  domains: the wanted ones; empty = all. key, kind: the setting and the dataset_type, for error messages. Raises
-  ConfigError for a pattern without a file, an unreadable file and an unknown domain.
+  domains: the wanted ones; empty = all. key, kind: the setting and the dataset_type, for error messages (ConfigError).
   """
   by_domain: dict[str, list[str]] = {}
   for domain, pattern in labelled(key, patterns, domains, lambda _: "text", kind):
@@ -46,8 +45,7 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kin
         raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
       paths |= files
     base = os.path.commonpath([_fixed_part(pattern) for pattern in globs])
-    named = sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths)
-    for name, path in named:
+    for name, path in sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths):
       with naming(key, f"{domain}={path}"):
         found.append(CorpusFile(domain, path, name, fingerprint(path)))
   return found

@@ -32,11 +32,10 @@ class Opened:
 
 @dataclass(frozen=True)
 class Shard:
-  """Documents of one domain. name: the path in their ids. fingerprint: changes with the data.
+  """Documents of one domain. name: the path in their ids. Its functions are pickled with it, and raise CorruptError.
 
-  read: the texts of documents, from their offsets and, in a source with an index, their sizes. Is pickled with the
-  source. Raises CorruptError. record: the whole record of one document, likewise; None where documents are texts only.
-  place: where the document at an offset is, for a message.
+  read: the texts of documents, from their offsets and, in a source with an index, their sizes. record: the whole record
+  of one document, likewise; None where documents are texts only.
   """
 
   domain: str
@@ -45,14 +44,13 @@ class Shard:
   count: int
   read: Callable[[list[int], list[int]], list[bytes]]
   record: Callable[[int, int], Mapping[str, Any]] | None = None
-  place: Callable[[int], str] | None = None
+  place: Callable[[int], str] | None = None  # where the document at an offset is, for a message
 
 
 class RecordSource(Source):
   """The documents of all shards, numbered consecutively. A document's offset is its number in the shard.
 
-  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts. fields:
-  what `document_fields` asks for; empty = `id`, where the records have one.
+  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts.
   """
 
   def __init__(
@@ -87,8 +85,7 @@ class RecordSource(Source):
 
   def _kept(self, asked: Sequence[str]) -> dict[str, str]:
     """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record lacks."""
-    wanted = wanted_fields(asked)
-    known: dict[str, Mapping] = {}  # the first record of each domain that has records
+    wanted, known = wanted_fields(asked), {}  # the first record of each domain that has records
     for shard, end in zip(self._shards, self._ends.tolist(), strict=True):
       if shard.record and shard.count and shard.domain not in known:
         with contextlib.suppress(CorruptError):  # reported when its text is read
@@ -99,14 +96,17 @@ class RecordSource(Source):
       raise ConfigError(f"document_fields={','.join(asked)}: the data has no records with fields; leave it empty")
     return wanted if asked or any("id" in record for record in known.values()) else {}
 
+  def _shard(self, index: int) -> tuple[Shard, int]:
+    """The shard of a document, and its offset in it."""
+    number, offset = (int(x[0]) for x in self._locate(np.array([index])))
+    return self._shards[number], offset
+
   def _record(self, index: int) -> Mapping[str, Any]:
-    numbers, offsets = self._locate(np.array([index]))
-    size, record = 0 if self._index is None else int(self._index[1][index]), self._shards[int(numbers[0])].record
-    return record(int(offsets[0]), size) if record else {}
+    shard, offset = self._shard(index)
+    return shard.record(offset, 0 if self._index is None else int(self._index[1][index])) if shard.record else {}
 
   def place(self, index: int) -> str:
-    numbers, offsets = self._locate(np.array([index]))
-    shard, offset = self._shards[int(numbers[0])], int(offsets[0])
+    shard, offset = self._shard(index)
     return shard.place(offset) if shard.place else f"{shard.name}, record {offset}"
 
   def document_fields(self, index: int) -> tuple[str, ...]:
@@ -124,8 +124,8 @@ class RecordSource(Source):
     return numbers, indices - np.where(numbers > 0, self._ends[numbers - 1], 0)
 
   def document_id(self, index: int) -> DocumentId:
-    number, offset = (int(x[0]) for x in self._locate(np.array([index])))
-    return DocumentId(self._shards[number].domain, self._shards[number].name, offset)
+    shard, offset = self._shard(index)
+    return DocumentId(shard.domain, shard.name, offset)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     return self._domain_number[self._locate(indices)[0]]
@@ -140,9 +140,8 @@ class RecordSource(Source):
   def texts(self, indices: np.ndarray) -> list[bytes]:
     numbers, offsets = self._locate(indices)
     sizes = offsets if self._index is None else self._index[1][indices]
-    return read_by_shard(
-      numbers, offsets, lambda n, places: self._shards[n].read(offsets[places].tolist(), sizes[places].tolist())
-    )
+    read = lambda n, places: self._shards[n].read(offsets[places].tolist(), sizes[places].tolist())  # noqa: E731
+    return read_by_shard(numbers, offsets, read)
 
 
 def read_by_shard(numbers: np.ndarray, offsets: np.ndarray, read: Callable[[int, np.ndarray], list[T]]) -> list[T]:

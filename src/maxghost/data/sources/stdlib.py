@@ -1,10 +1,8 @@
 """The running Python's standard library as a corpus of labelled documents, read from disk: no download, no dependency.
 
-code: module source with its docstrings cut out (they are a domain of their own); one document per module.
-docstrings: each docstring, with its byte offset in the module.
-manual: the language reference as `pydoc` shows it; one document per topic.
-tables: generated data modules (character encodings, entities, constants).
-Modules are taken in the order of their path relative to the library's root, tests excluded.
+Domain `code` holds each module's source without its docstrings, `docstrings` each docstring, with its byte offset in
+the module, `manual` each topic of the language reference as `pydoc` shows it, `tables` the generated data modules.
+Modules are in the order of their path below the library's root, tests excluded.
 """
 
 import importlib
@@ -47,7 +45,7 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.Pa
   }
   documents: list[Document] = []
   for domain in chosen:
-    if not (taken := take(readers[domain](), domain_bytes, domain)):
+    if not (taken := take(readers[domain](), domain_bytes, domain, lambda one: len(one.text))):
       others = [name for name in chosen if name != domain]
       fix = f"use dataset_domains=[{','.join(others)}]" if others else "name another domain"
       what = "pydoc_data.topics" if domain == "manual" else "source files (*.py)"
@@ -76,18 +74,13 @@ def _is_table(path: str) -> bool:
 def _read(library: Path, path: str) -> bytes:
   """A module's bytes; empty where it is not UTF-8, so that every document is valid text."""
   raw = (library / path).read_bytes()
-  try:
-    raw.decode("utf-8")
-  except UnicodeDecodeError:
-    return b""
-  return raw
+  return raw if raw.decode("utf-8", "ignore").encode() == raw else b""
 
 
 def _whole(domain: str, library: Path, modules: Iterable[str]) -> Iterator[Document]:
   for path in modules:
     text = _read(library, path)
-    if domain == "code":
-      text = _DOCSTRING.sub(rb"\1\2\2", text)
+    text = _DOCSTRING.sub(rb"\1\2\2", text) if domain == "code" else text
     if text.strip():
       yield Document(domain, path, 0, text)
 

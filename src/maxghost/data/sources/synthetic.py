@@ -15,22 +15,19 @@ _WORDS = (b"ghost", b"light", b"river", b"stone", b"under", b"the", b"a", b"of",
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, seed: int = 0) -> DocumentList:
   """`words` repeats a small lexicon, `digits` counts upwards, `brackets` nests, `noise` is random ASCII.
 
-  domains: which to make, in this order; empty = all. domain_bytes: whole documents up to this many bytes per domain;
-  0 = 256 documents each. Raises ConfigError for an unknown domain and for a cap below the first document.
+  domains: in this order; empty = all. domain_bytes: whole documents up to this many bytes each; 0 = 256 documents.
   """
   chosen = tuple(domains) or DOMAINS
   check_known("dataset_domains", chosen, DOMAINS, "dataset_type=synthetic")
   documents = []
   for domain in chosen:
-    numbers = range(_DOCUMENTS_PER_DOMAIN)
-    made = (Document(domain, f"synthetic/{domain}", n, _text(domain, n, seed)) for n in numbers)
-    documents.extend(take(made, domain_bytes, domain))
+    made = (Document(domain, f"synthetic/{domain}", n, _text(domain, n, seed)) for n in range(_DOCUMENTS_PER_DOMAIN))
+    documents.extend(take(made, domain_bytes, domain, lambda one: len(one.text)))
   return DocumentList(documents, chosen)
 
 
 def _text(domain: str, number: int, seed: int) -> bytes:
-  key = combine(text_hash(domain), seed, number)
-  draws = combine(key, np.arange(_LONGEST))
+  draws = combine(combine(text_hash(domain), seed, number), np.arange(_LONGEST))
   length = _SHORTEST + int(draws[0] % np.uint64(_LONGEST - _SHORTEST))
   if domain == "words":
     text = b" ".join(_WORDS[int(draw) % len(_WORDS)] for draw in draws[: length // 4 + 1])

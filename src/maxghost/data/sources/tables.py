@@ -1,6 +1,6 @@
 """Tables of documents that a library opens: Hugging Face `datasets` and prepared TensorFlow Datasets.
 
-Both give random access to rows; the latter are read through `tfds.data_source` (ArrayRecord), without TensorFlow.
+The latter are read through `tfds.data_source` (ArrayRecord), without TensorFlow.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 from maxghost.config import ConfigError, DataConfig
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import columns_of, import_package, join_columns, read_all, too_low_cap, wanted_fields
+from maxghost.data.sources.base import columns_of, import_package, join_columns, read_all, take, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import Opened, RecordSource, Shard
 
@@ -58,11 +58,9 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   """The table, its name in the ids, and its files."""
   datasets = import_package("datasets", "dataset_type=hf", "hf")
   folder, split, cap = Path(path).expanduser(), cfg.train_split, cfg.dataset_domain_bytes
-  arguments = [str(folder)]
-  if not folder.is_dir():
-    if not _HUB_NAME.fullmatch(path):
-      raise ConfigError(f"dataset_files={path} is no folder, and no name of a dataset such as owner/name:config")
-    arguments = path.split(":")
+  if not folder.is_dir() and not _HUB_NAME.fullmatch(path):
+    raise ConfigError(f"dataset_files={path} is no folder, and no name of a dataset such as owner/name:config")
+  arguments = [str(folder)] if folder.is_dir() else path.split(":")
   saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
   try:
     table = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(*arguments, streaming=cap > 0)
@@ -73,30 +71,20 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     _check_split(path, split, table)
     table = table[split]
   if cap > 0:
-    table = datasets.Dataset.from_list(_first(table, cap, path, cfg.train_data_columns))
+
+    def size(numbered: tuple[int, dict[str, Any]]) -> int:
+      number, row = numbered
+      columns_of(cfg.train_data_columns, row, f"dataset_files={path}")
+      return len(join_columns(f"{path}, record {number}", row, cfg.train_data_columns))
+
+    table = datasets.Dataset.from_list([row for _, row in take(enumerate(table), cap, path, size)])
   found = columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
   files = {entry["filename"] for entry in table.cache_files}
   fields = [name for name in wanted_fields(cfg.document_fields).values() if name in table.column_names]
-  columns = dict.fromkeys([*found, *fields])
-  return table.select_columns([*columns]), f"{_name(path)}/{split}", files
-
-
-def _first(rows, cap: int, path: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
-  """The first rows with up to `cap` bytes of text together."""
-  taken, size = [], 0
-  for row in rows:
-    columns_of(columns, row, f"dataset_files={path}")
-    size += len(join_columns(f"{path}, record {len(taken)}", row, columns))
-    if size > cap:
-      break
-    taken.append(row)
-  if not taken:
-    raise too_low_cap(cap, path, size)
-  return taken
+  return table.select_columns([*dict.fromkeys([*found, *fields])]), f"{_name(path)}/{split}", files
 
 
 def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
-  """As `_open_hf`."""
   import tensorflow_datasets as tfds
 
   folder, split = cfg.dataset_path or "~/tensorflow_datasets", cfg.train_split

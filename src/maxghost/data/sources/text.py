@@ -34,25 +34,17 @@ _PACKED = (".gz", ".zst")
 
 
 def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: bool = True, own=False) -> RecordSource:
-  """The documents of text files.
+  """The documents of text files, given by domain. Raises ConfigError for one that cannot be read as `cfg` says.
 
-  Args:
-    files: by domain.
-    cfg: states the text columns of JSON lines and Parquet, and what to do with files that cannot be read.
-    cap: each domain's first documents are taken, up to this many bytes together; 0 = all.
-    whole: all compressed files must fit into memory together, since training reads them in random order. False: only
-      the one read last is kept, which is enough for `prepare`.
-    own: the field `domain` of a record is its domain, in place of its file's; `dataset_domains` chooses among these.
-
-  Raises:
-    ConfigError: a file of another kind, an unreadable one, a missing column, a domain without documents, too low a cap.
+  cap: each domain's first documents are taken, up to this many bytes together; 0 = all. whole: all compressed files
+  must fit into memory together, since training reads them in random order; False: only the one read last is kept, which
+  is enough for `prepare`. own: the field `domain` of a record is its domain, in place of its file's; `dataset_domains`
+  chooses among these.
   """
   kinds = [_kind(file.path, cfg.train_data_columns) for file in files]
   if cap and PARQUET in kinds:
-    raise ConfigError(
-      f"dataset_domain_bytes={cap} does not work with Parquet, which does not tell the size of a row; "
-      "use 0, or fewer files"
-    )
+    said = "does not work with Parquet, which does not tell the size of a row; use 0, or fewer files"
+    raise ConfigError(f"dataset_domain_bytes={cap} {said}")
   plain, parquet = Opened(_open, _OPEN_FILES), Opened(_Parquet, _OPEN_PARQUET)
   packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
   names = (*base.wanted_fields(cfg.document_fields).values(), *(("domain",) if own else ()))
@@ -115,7 +107,6 @@ def _by_domain(
 
 
 def _place(opened: Opened, path: str, kind: str, offset: int) -> str:
-  """Where a document is, for a message."""
   if kind == PARQUET:
     return f"{path}, row {offset}"
   line = 1 + _bytes(opened, path, 0, offset).count(b"\n")
@@ -163,10 +154,8 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
     view = np.memmap(path, np.uint8, "r").view(np.ndarray) if os.path.getsize(path) else np.empty(0, np.uint8)
   if columns is None:
     return np.zeros(1, np.int64), np.array([len(view)], np.int64)
-  ends = [
-    np.flatnonzero(view[first : first + _LINES_BYTES] == ord("\n")) + first
-    for first in range(0, len(view), _LINES_BYTES)
-  ]
+  parts = range(0, len(view), _LINES_BYTES)
+  ends = [np.flatnonzero(view[first : first + _LINES_BYTES] == ord("\n")) + first for first in parts]
   stops = np.concatenate([*ends, [len(view)]]).astype(np.int64)
   starts = np.concatenate(([0], stops[:-1] + 1))
   sizes = np.maximum(stops - starts, 0)
@@ -184,13 +173,10 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
 def _read_text(
   opened: Opened, path: str, columns: tuple[str, ...] | None, offsets: list[int], sizes: list[int]
 ) -> list[bytes]:
-  out = []
-  for offset, size in zip(offsets, sizes, strict=True):
-    if columns is None:
-      out.append(base.utf8(path, offset, _bytes(opened, path, offset, size)))
-    else:
-      out.append(base.join_columns(f"{path} at byte {offset}", _record(opened, path, offset, size), columns))
-  return out
+  places = zip(offsets, sizes, strict=True)
+  if columns is None:
+    return [base.utf8(path, offset, _bytes(opened, path, offset, size)) for offset, size in places]
+  return [base.join_columns(f"{path} at byte {at}", _record(opened, path, at, size), columns) for at, size in places]
 
 
 def _record(opened: Opened, path: str, offset: int, size: int) -> dict[str, Any]:
@@ -223,17 +209,13 @@ class _Parquet:
     metadata = self.file.metadata
     self.groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     self._path, self._ends = path, np.cumsum([group.num_rows for group in self.groups], dtype=np.int64)
-    self._group, self._values = -1, []
+    self._rows = functools.lru_cache(1)(lambda group, columns: self._table(group, columns).to_pylist())
     self._fields = functools.lru_cache(_FIELD_GROUPS)(self._table)
 
   def row(self, number: int, columns: tuple[str, ...]) -> dict:
     """{column: value}. Raises CorruptError."""
     group, first = self._place(number)
-    if group != self._group:
-      self._group = -1
-      self._values = self._table(group, columns).to_pylist()
-      self._group = group
-    return self._values[number - first]
+    return self._rows(group, columns)[number - first]
 
   def fields(self, number: int, names: tuple[str, ...]) -> dict[str, Any]:
     """{column: value, None for one that is not in `names`}. Raises CorruptError."""
@@ -243,7 +225,6 @@ class _Parquet:
     return dict.fromkeys(columns) | {name: table.column(name)[number - first].as_py() for name in table.column_names}
 
   def _place(self, number: int) -> tuple[int, int]:
-    """The row group of a row, and the number of that group's first row."""
     group = int(np.searchsorted(self._ends, number, side="right"))
     return group, int(self._ends[group - 1]) if group else 0
 
