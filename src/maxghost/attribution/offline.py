@@ -1,8 +1,7 @@
-"""Scores a corpus against queries at checkpoints of a run, exactly or from sketched gradients.
+"""Scores a corpus against queries at checkpoints of a run, exactly or from sketched gradients. Imports JAX.
 
 TracIn (Pruthi et al., arXiv:2002.08484) with the run's own steps: at each checkpoint the corpus is scored by the train
-step that would come next, with its objective, optimizer state, clipping and learning rate. Imports JAX, so the package
-does not import this module.
+step that would come next, with its objective, optimizer state, clipping and learning rate.
 
 B rows, S documents in a row, T positions, K queries, M blocks of a sketch, R directions, N chunks.
 """

@@ -16,9 +16,9 @@ SHOWN_DOCUMENTS = 5
 
 def show(summary: Summary, console: Console):
   """Prints the report with the first few documents of each table."""
-  counts = f"{integer(summary.num_steps)} step{'s' if summary.num_steps != 1 else ''}, "
-  counts += f"{compact(summary.num_tokens)} scored tokens, {compact(summary.num_documents)} documents"
-  console.print(_text(f"Run {summary.name}: {counts}"))
+  steps = f"{integer(summary.num_steps)} step{'s' if summary.num_steps != 1 else ''}"
+  tokens, documents = compact(summary.num_tokens), compact(summary.num_documents)
+  console.print(_text(f"Run {summary.name}: {steps}, {tokens} scored tokens, {documents} documents"))
   for part in summary.sets:
     console.print()
     console.print(_text(report_text.headline(part), style="bold"))

@@ -46,10 +46,9 @@ class Condition:
 
 
 class Where:
-  """Parsed conditions; an empty text selects every row.
+  """Parsed conditions; an empty text selects every row. Raises ConfigError.
 
-  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an
-  unknown column, an operator that the column does not have, or a value that is not a number.
+  set_index: validation set of `dot` and `contribution`. fields: of the log's documents.
   """
 
   def __init__(self, text: str = "", set_index: int = 0, fields: tuple[str, ...] = ()):

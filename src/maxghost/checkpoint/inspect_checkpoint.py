@@ -1,7 +1,4 @@
-"""Lists what a checkpoint holds: path, shape, dtype and bytes of every leaf, and the layout it is in.
-
-maxghost checkpoint inspect RUN/checkpoints/2 [--json]
-"""
+"""`maxghost checkpoint inspect`: path, shape, dtype and bytes of every leaf of a checkpoint, and its layout."""
 
 import json
 import os
@@ -52,11 +49,9 @@ def _listing(content: dict[str, Any]) -> Iterator[str]:
   rows = []
   for leaf in content["leaves"]:
     shape = "-" if leaf["shape"] is None else f"[{','.join(map(str, leaf['shape']))}]"
-    rows.append((leaf["path"], shape, leaf["dtype"]))
-  widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
-  for row, leaf in zip(rows, content["leaves"], strict=True):
-    cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
-    yield "  ".join([*cells, f"{leaf['bytes']:>12,}"])
+    rows.append((leaf["path"], shape, leaf["dtype"], f"{leaf['bytes']:>12,}"))
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
   yield f"{len(rows)} leaves, {content['bytes']:,} bytes"
   if not content["layout"]:
     yield f"layout: unknown ({content['problem']})"

@@ -64,11 +64,9 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 class CheckpointManager:
-  """The checkpoints of one run.
+  """The checkpoints of one run. Each process makes a manager of the same folder and calls it in the same order.
 
-  Each process makes a manager of the same folder and calls it in the same order; each writes and reads its part of the
-  arrays. max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message
-  for the user.
+  max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message for the user.
   """
 
   def __init__(
@@ -278,8 +276,8 @@ def _sees(path: Path, text: str) -> bool:
 def _reason(error: Exception) -> str:
   """Why a part of a save failed, in one line."""
   if isinstance(error, TimeoutError):
-    limit = f"in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
-    return _WAITED if "barrier" in str(error) else f"it was not written {limit}"
+    hangs = f"it was not written in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
+    return _WAITED if "barrier" in str(error) else hangs
   text = str(error).strip().splitlines()
   return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 
@@ -314,11 +312,9 @@ def made_with() -> dict[str, str]:
 
 def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
   """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype."""
-  unlike = []
-  for name in sorted(wanted.keys() & stored.keys()):
-    have, want = stored[name], wanted[name]
-    if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
-      unlike.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
+  kinds = [{name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()} for leaves in (stored, wanted)]
+  both = [(name, *(kind[name] for kind in kinds)) for name in sorted(wanted.keys() & stored.keys())]
+  unlike = [f"{name} is {have} there and {want} in the model" for name, have, want in both if have != want]
   missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
   if text := misfit(path, sorted(missing), sorted(extra), unlike):
     raise CheckpointError(text)
@@ -342,8 +338,5 @@ def _with_raw_keys(tree: Any) -> Any:
 
 def _with_typed_keys(tree: Any, like: Any) -> Any:
   """Words become typed keys again where `like` has one."""
-
-  def typed(leaf, model):
-    return jax.random.wrap_key_data(leaf, impl=key_impl(model)) if is_typed_key(model) else leaf
-
+  typed = lambda x, key: jax.random.wrap_key_data(x, impl=key_impl(key)) if is_typed_key(key) else x  # noqa: E731
   return jax.tree.map(typed, tree, like)

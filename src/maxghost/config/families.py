@@ -1,9 +1,7 @@
 """Architecture families: one record holds all that is particular to a `decoder_block`.
 
 To add a dense family, write its record in configs/families.yml or `register` it from your own code, and add a file to
-configs/models.
-Layers take their names from the record, the configuration its checks, and `interop` the names and shapes of the tensors
-of Hugging Face and GGUF.
+configs/models. Layers, the configuration's checks, and `interop` read the record.
 """
 
 import dataclasses
@@ -55,10 +53,7 @@ class TensorRule:
 def table(theirs: str, ours: str, lines: str) -> tuple[TensorRule, ...]:
   """Rules from lines of `tensor parameters shape [when]`, which configs/tensors.txt explains.
 
-  Args:
-    theirs: What the names of the tensors begin with.
-    ours: What the paths of the parameters begin with.
-    lines: One rule a line; empty lines and comments are left out.
+  theirs, ours: what the names of the tensors and the paths of the parameters begin with.
   """
   rules = []
   for line in map(str.split, lines.splitlines()):

@@ -58,9 +58,8 @@ class Optimizer(Plugin):
 
 
 OF_STEP = ("path", "marginal")  # directions through the whole step as a function of the batch gradient
-_own = functools.partial(
-  Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True, offers=OF_STEP
-)
+_usual = {"columns": ("momentum", "weight_decay"), "by_segment": True, "elementwise": True, "offers": OF_STEP}
+_own = functools.partial(Optimizer, **_usual)
 OPTIMIZERS: dict[str, Optimizer] = {
   "adamw": _own("maxghost.optimizers.adamw:AdamW", direction="adam"),
   "sgd": _own("maxghost.optimizers.sgd:Sgd", direction="sgd"),
@@ -103,7 +102,7 @@ KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": O
 
 
 class Names(Sequence[str]):
-  """The values of a key, read at each access, because a plug-in may be registered after the key was made."""
+  """The values of a key, read at each access: a plug-in may be registered after the key was made."""
 
   def __init__(self, read: Callable[[], Sequence[str]]):
     self._read = read
@@ -163,13 +162,9 @@ def direction_problem(direction: str, opt_type: str) -> str:
   able = lambda one: one.direction is not None if direction == "auto" else direction in one.offers  # noqa: E731
   if direction not in ("auto", *OF_STEP) or able(OPTIMIZERS[opt_type]):
     return ""
+  what = f"credits the optimizer's whole step, which opt_type={opt_type} does not offer; use ghost_direction=auto"
+  if direction == "auto":
+    what = f"means the optimizer's own direction, but opt_type={opt_type} offers none; use ghost_direction=sgd (the "
+    what += "plain validation gradient), ghost_enabled=false"
   offering = " or ".join(name for name, optimizer in OPTIMIZERS.items() if able(optimizer))
-  if direction in OF_STEP:
-    return (
-      f"ghost_direction={direction} credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
-      f"ghost_direction=auto, or opt_type={offering}"
-    )
-  return (
-    f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "
-    f"ghost_direction=sgd (the plain validation gradient), ghost_enabled=false, or opt_type={offering}"
-  )
+  return f"ghost_direction={direction} {what}, or opt_type={offering}"

@@ -43,11 +43,6 @@ def units(ledger: Sequence[str]) -> dict[str, str]:
   return UNITS | {name: TABLE["other_ledger"] for name in ledger if name not in UNITS}
 
 
-def version_of(parts: Sequence[str]) -> int:
-  """The lowest schema that holds these parts."""
-  return SCHEMA_VERSION if parts else SCHEMA_VERSION - 1
-
-
 def part_columns(parts: Sequence[str]) -> tuple[str, ...]:
   """The columns of the parts of a row, such as contribution_chosen; they add up to its contribution."""
   return tuple(f"contribution_{part}" for part in parts)
@@ -93,13 +88,9 @@ def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarr
   """The columns of a structured array; those of K > 1 validation sets one by one, as `contribution[name]`."""
   columns = {}
   for name in array.dtype.names or ():
-    if array.dtype[name].shape:
-      columns |= {
-        name if len(val_sets) == 1 else f"{name}[{val_set}]": np.ascontiguousarray(array[name][:, k])
-        for k, val_set in enumerate(val_sets)
-      }
-    else:
-      columns[name] = np.ascontiguousarray(array[name])
+    names = [f"{name}[{val_set}]" for val_set in val_sets] if array[name].ndim > 1 and len(val_sets) > 1 else [name]
+    values = np.reshape(array[name], (len(array), len(names)))
+    columns |= {one: np.ascontiguousarray(values[:, k]) for k, one in enumerate(names)}
   return columns
 
 
@@ -153,10 +144,7 @@ def process_of(name: str) -> int:
   return int(found[1]) if found else 0
 
 
-_SHARD = re.compile(r"dot_prod_log_iter_(\d+)(?:_p(\d+))?\.npz")
-
-
 def parse_shard_name(name: str) -> tuple[int, int] | None:
   """(last step, process index) of a file name, None for a foreign name."""
-  found = _SHARD.fullmatch(name)
+  found = re.fullmatch(r"dot_prod_log_iter_(\d+)(?:_p(\d+))?\.npz", name)
   return (int(found[1]), int(found[2] or 0)) if found else None

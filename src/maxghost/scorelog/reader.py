@@ -32,8 +32,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
     ghostsuite_scale: A**2 / S**2 for GhostSuite's logs of A micro-batches per step and a loss scaler of S.
 
   Raises:
-    ConfigError: for a missing or foreign folder, no readable file, a damaged or missing one (unless accepted), a file
-      of a newer schema, or files that were scored against different validation sets.
+    ConfigError: for a missing or foreign folder, a damaged or missing file (unless accepted), a file of a newer schema,
+      or files that were scored against different validation sets.
   """
   run_dir = Path(run_dir)
   if not run_dir.is_dir():
@@ -62,7 +62,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
       raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
     return ScoreLog(run_dir, drop_covered(files), messages)
   is_run = (run_dir / "config.yml").is_file()
-  found = next(_old_parquet(folder), "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)")
+  nothing = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
+  found = "".join(_old_parquet(folder)) or nothing
   raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 
@@ -116,9 +117,9 @@ def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
   return f"{there[0] - have[0]} steps with {there[1] - have[1]} rows are missing {where}{after}"
 
 
-def _old_parquet(folder: Path) -> Iterator[str]:
-  if list(folder.glob("parquet/rows_*.parquet")):
-    yield f"{folder / 'parquet'} holds scores that an earlier maxghost compacted to Parquet, which is no longer read"
+def _old_parquet(folder: Path) -> list[str]:
+  said = f"{folder / 'parquet'} holds scores that an earlier maxghost compacted to Parquet, which is no longer read"
+  return [said] if any(folder.glob("parquet/rows_*.parquet")) else []
 
 
 class ScoreLog:
@@ -147,10 +148,8 @@ class ScoreLog:
     self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
   def __repr__(self) -> str:
-    last, sets = max(shard.last_step for shard in self.shards), ", ".join(self.val_sets)
-    return (
-      f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of steps 0 to {last}, against {sets}; {list(self.columns)})"
-    )
+    steps = f"steps 0 to {max(shard.last_step for shard in self.shards)}, against {', '.join(self.val_sets)}"
+    return f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of {steps}; {list(self.columns)})"
 
   @property
   def num_rows(self) -> int:
@@ -219,10 +218,7 @@ class ScoreLog:
     return tuple(sorted({str(name) for shard in self.shards for name in shard.texts("domain")}))
 
   def modules(self) -> Iterator[fmt.Modules]:
-    """Contributions by module, layer and domain, file by file; empty when the run did not log them.
-
-    Raises ConfigError when a file has other modules, layers or domains than the files before.
-    """
+    """Contributions by module, layer and domain, file by file. Raises ConfigError for files of unlike modules."""
     first = None
     for shard in self.shards:
       if (modules := shard.modules) is not None:
@@ -232,10 +228,7 @@ class ScoreLog:
         yield modules
 
   def blocks(self) -> Iterator[tuple[Shard, np.ndarray]]:
-    """(file, rows) in bounded memory; `domain`, `path` and fields are indices into the file's tables.
-
-    Raises ConfigError for rows that point outside of the tables.
-    """
+    """(file, rows) in bounded memory; texts are indices into the file's tables. Raises ConfigError for others."""
     for shard in self.shards:
       try:
         sizes = {name: len(shard.texts(name)) for name in (*fmt.TEXTS, *self.fields)}
@@ -251,10 +244,7 @@ class ScoreLog:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
 
   def __getitem__(self, name: str) -> np.ndarray:
-    """A whole column as one array; domain, path and fields as strings. Raises ConfigError for an unknown name.
-
-    "in_all": see the method, for a log that knows it.
-    """
+    """A whole column as one array; domain, path and fields as strings. Raises ConfigError for an unknown name."""
     if name == "in_all" and self.knows_in_all:
       return np.concatenate([np.zeros((0, len(self.val_sets))), *(self.in_all(rows) for _, rows in self.blocks())])
     if name not in self.columns:

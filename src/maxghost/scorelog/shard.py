@@ -55,8 +55,7 @@ def write_shard(
   meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point
   into `tables`: of domain, path and the fields that the header names. steps: records of `format.step_dtype`.
   """
-  blocks = [rows] if isinstance(rows, np.ndarray) else rows
-  num_rows = len(rows) if isinstance(rows, np.ndarray) else num_rows
+  blocks, num_rows = ([rows], len(rows)) if isinstance(rows, np.ndarray) else (rows, num_rows)
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
   members |= {f"{name}_table": _strings(texts) for name, texts in tables.items()} | {"steps": steps}
   if modules is not None:
@@ -192,9 +191,8 @@ class Shard:
 
   def rows(self) -> np.ndarray:
     """All rows at once."""
-    return np.concatenate(
-      [np.zeros((0,), fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)), *self.blocks()]
-    )
+    dtype = fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)
+    return np.concatenate([np.zeros((0,), dtype), *self.blocks()])
 
   def _with_share(self, old: np.ndarray) -> np.ndarray:
     """Rows of schema 1 with their part of the step's tokens, as recorded, else summed over this file's rows."""
