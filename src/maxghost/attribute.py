@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxghost import cli, config
+from maxghost import config
 from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
-from maxghost.config.values import shown
+from maxghost.config.values import guarded, printable, shown
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
 
@@ -51,11 +51,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--query-rows", type=int, default=8, metavar="N", help="rows of each query that are used (8)")
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
-  _check(args)
-  return args
-
-
-def _check(args: argparse.Namespace) -> None:
   refuse_unknown(f"--method {args.method}: unknown", args.method, ("", *METHODS))
   if args.method and not args.index:
     raise ConfigError(f"--method {args.method} works on an index: give --index DIR")
@@ -72,14 +67,13 @@ def _check(args: argparse.Namespace) -> None:
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
   if args.output and args.output.is_dir() and any(args.output.iterdir()):
     raise ConfigError(f"--output {args.output} is not empty; give a new folder")
+  return args
 
 
+@guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return cli.guard(lambda: _run(parse(argv)))
-
-
-def _run(args: argparse.Namespace) -> int:
+  args = parse(argv)
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
   own = plugins.OBJECTIVES[cfg.optimizer.objective]
@@ -128,11 +122,8 @@ def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]
   if args.direction or cfg.ghost.curvature == "secant":
     changes["ghost_curvature"] = "none"
   if cfg.ghost.curvature == "secant" and not args.direction:
-    print(
-      "maxghost: the run's ghost_curvature=secant needs the queries' gradient of the step before: these scores are of "
-      "first order",
-      file=sys.stderr,
-    )
+    needs = "needs the queries' gradient of the step before: these scores are of first order"
+    print(f"maxghost: the run's ghost_curvature=secant {needs}", file=sys.stderr)
   return config.replace(
     cfg, ghost_enabled=True, ghost_direction=direction, ghost_select="none", ghost_reweight=(), ghost_every=1,
     ghost_val_every=1, ghost_val_sets=(), ghost_val_fraction=0.5, ghost_detail="total", offload_to_host=(), **changes,
@@ -212,14 +203,12 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   from maxghost.attribution import offline
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
-  from maxghost.config.values import printable
 
   method = args.method or offline.CONTRIBUTION
   if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
   if corpus is not None:
-    rows = args.rows or SKETCHED_ROWS
-    at = points(cfg, paths)
+    rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths)
     print(COMPILING, flush=True)
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
@@ -236,10 +225,9 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     raise ConfigError(f"--direction {args.direction}: the index was written for {about['direction']}; leave it out")
   print("Compiling the query's pass, which takes seconds to minutes", flush=True)
   found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
+  way = "LESS" if is_less else f"direction {about['direction']}"
   for name, chunks in found.items():
-    how = "LESS" if is_less else f"direction {about['direction']}"
-    how = f"{how}, estimated from {about['directions']} random directions"
-    print(f"\nnearest to '{name}': {unit}\n({how})")
+    print(f"\nnearest to '{name}': {unit}\n({way}, estimated from {about['directions']} random directions)")
     for chunk in chunks:
       value, error = chunk["contribution"], chunk["standard_error"]
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
@@ -282,10 +270,7 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
 
 
 def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
-  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. JAX is imported here.
-
-  Raises ConfigError for one that does not fit the configuration.
-  """
+  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. Raises ConfigError."""
   import jax
   import numpy as np
 

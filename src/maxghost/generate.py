@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxghost import cli
 from maxghost.config import Config, ConfigError, did_you_mean
 from maxghost.config.arguments import Parser
-from maxghost.config.values import printable
+from maxghost.config.values import guarded, printable
 
 EXAMPLES = """\
 examples:
@@ -58,9 +57,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")
-  add(
-    "--adapter", default="", metavar="FOLDER", help="LoRA adapter to merge in: folder of PEFT, or a run with lora_rank"
-  )
+  lora = "LoRA adapter to merge in: folder of PEFT, or a run with lora_rank"
+  add("--adapter", default="", metavar="FOLDER", help=lora)
   add("--chat", action="store_true", help="each prompt is the question of a user, in the model's chat template")
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
@@ -71,12 +69,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   return args
 
 
+@guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
-  return cli.guard(lambda: _run(parse(argv)))
-
-
-def _run(args: argparse.Namespace) -> int:
+  args = parse(argv)
   from maxghost import load_model
   from maxghost.data.conversations import Rendering
   from maxghost.data.tokenizers import load_tokenizer

@@ -21,17 +21,10 @@ from maxghost.interop.model_path import ModelPlace
 def find(
   path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes
 ) -> tuple[ModelPlace, Config]:
-  """(where the model is, its configuration); reads no parameters.
+  """(where the model is, its configuration, with `changes`); reads no parameters. Raises ConfigError.
 
-  Args:
-    path: of the model.
-    config_file: for a checkpoint without a configuration, or one that must agree with it.
-    otherwise: a configuration for a model that has none.
-    key: that gave the path, for errors.
-    **changes: keys of the configuration to replace.
-
-  Raises:
-    ConfigError: if there is no model or no configuration, or the configurations differ.
+  config_file: for a checkpoint without a configuration, or one that must agree with it. otherwise: a configuration for
+  a model that has none. key: that gave the path, for errors.
   """
   place = model_path.find(path, key)
   if config_file is None and place.config is None:
@@ -57,12 +50,12 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
 
   configure_jax(cfg)
   if cfg.adapter.lora_rank:
-    if not cfg.checkpoint.load_parameters_path:
+    adapter, given = adapter or str(place.tree), cfg.checkpoint.load_parameters_path
+    if not given:
       raise ConfigError(
         f"{place.tree} holds adapters of a model that was made from init_weights_seed; there is no base"
       )
-    base = model_path.find(cfg.checkpoint.load_parameters_path, "load_parameters_path")
-    place, adapter, cfg = base, adapter or str(place.tree), plain(cfg)
+    place, cfg = model_path.find(given, "load_parameters_path"), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
   tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
@@ -96,9 +89,10 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
   place, found = find(path, key="distill_teacher")
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
+    there, here = (found.model.vocab_size, its.name), (cfg.model.vocab_size, own.name)
     raise ConfigError(
-      f"distill_teacher={path} has another vocabulary ({found.model.vocab_size} entries, tokenizer {its.name}) than "
-      f"the run ({cfg.model.vocab_size}, {own.name}); use a teacher with the same tokenizer and vocab_size"
+      f"distill_teacher={path} has another vocabulary ({there[0]} entries, tokenizer {there[1]}) than the run "
+      f"({here[0]}, {here[1]}); use a teacher with the same tokenizer and vocab_size"
     )
   return found.model, lambda wanted: _open_given("distill_teacher", path, place, found, {"model": wanted})
 
@@ -108,19 +102,14 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
   given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
   with naming("load_full_state_path", given):
     step = read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step
+  said = f"load_full_state_path={given}"
   if step is None:
-    raise LayoutError(
-      f"load_full_state_path={given} does not say how many steps it has taken; use load_parameters_path"
-    )
+    raise LayoutError(f"{said} does not say how many steps it has taken; use load_parameters_path")
   if (first := int(step.read(None))) >= cfg.run.steps:
-    raise ConfigError(
-      f"load_full_state_path={given} has taken {first} steps; use steps={2 * first}, or another above it"
-    )
+    raise ConfigError(f"{said} has taken {first} steps; use steps={2 * first}, or another above it")
   if first % every:
-    raise ConfigError(
-      f"ghost_val_every={every}: load_full_state_path={given} keeps no validation gradient of its {first} steps; use a "
-      f"divisor of {first}"
-    )
+    said = f"ghost_val_every={every}: {said}"
+    raise ConfigError(f"{said} keeps no validation gradient of its {first} steps; use a divisor of {first}")
 
 
 def open_parameters(
@@ -133,15 +122,11 @@ def open_parameters(
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
-    raise LayoutError(
-      f"{place.tree} is a checkpoint of MaxText; how MaxText scales query weights is not known for "
-      f"decoder_block={cfg.model.decoder_block}"
-    )
+    unknown = f"how MaxText scales query weights is not known for decoder_block={cfg.model.decoder_block}"
+    raise LayoutError(f"{place.tree} is a checkpoint of MaxText; {unknown}")
   if not values_from:
-    raise LayoutError(
-      f"{place.tree}: nothing tells whether MaxText or maxghost scaled the query weights; write a copy that does with "
-      "maxghost checkpoint rescale"
-    )
+    what = "nothing tells whether MaxText or maxghost scaled the query weights"
+    raise LayoutError(f"{place.tree}: {what}; write a copy that does with maxghost checkpoint rescale")
   head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
   return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
 

@@ -112,7 +112,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   if query.text:
     source = Source(log.run_dir)
     notes += source.open(log.said_of("fingerprint"))
-    keys = list(zip(columns["domain"], columns["path"], columns["offset"].tolist(), strict=True))
+    keys = list(zip(columns["domain"], columns["path"], np.asarray(columns["offset"]).tolist(), strict=True))
     found = source.find(keys)
     if source.documents is not None and len(found) < len(keys):
       notes.append(f"{len(keys) - len(found)} of {len(keys)} documents are no longer in the source")

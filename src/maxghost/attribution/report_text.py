@@ -7,7 +7,7 @@ from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
 from maxghost.scorelog.format import TABLE
 
-LEDGER_LABELS: dict[str, list[str]] = TABLE["ledger"]  # (label, words) by column
+LEDGER_LABELS: dict[str, tuple[str, str]] = TABLE["ledger"]  # (label, words) by column
 IN_ALL = (
   "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
   "gradient and the optimizer's preconditioner stay as they are."

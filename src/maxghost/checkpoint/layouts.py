@@ -56,9 +56,8 @@ class Checkpoint:
   """What a checkpoint holds, whatever its layout. Paths are text without layer indices.
 
   moments: by place below opt_state (('0', 'mu')), each with the paths of `params`. factored: moment trees whose shapes
-  are not the parameters'. opt_leaves, opt_empties: the rest of opt_state. aux: random keys, counts, batch statistics.
-  aux_plain: those of them that are not random. kept: keys of no layout. loop_state: what a maxghost trainer saves beside
-  model and optimizer.
+  are not the parameters'. opt_leaves, opt_empties: the rest of opt_state. aux: random keys, counts, batch statistics;
+  aux_plain: those that are not random. kept: keys of no layout. loop_state: what a maxghost trainer saves besides.
   """
 
   raw: RawTree

@@ -400,9 +400,8 @@ class Config:
   @property
   def direction_name(self) -> str:
     """The direction that scores are made with, for logs: auto by its own name, and the curvature."""
-    name = self.ghost.direction
     own = plugins.OPTIMIZERS[self.optimizer.opt_type].direction
-    name = str(own) if name == "auto" else name
+    name = str(own) if self.ghost.direction == "auto" else self.ghost.direction
     return name if self.ghost.curvature == "none" else f"{name}+{self.ghost.curvature}"
 
   def flat(self) -> dict[str, Any]:

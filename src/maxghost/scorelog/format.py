@@ -43,6 +43,11 @@ def units(ledger: Sequence[str]) -> dict[str, str]:
   return UNITS | {name: TABLE["other_ledger"] for name in ledger if name not in UNITS}
 
 
+def version_of(parts: Sequence[str]) -> int:
+  """The lowest schema that holds these parts."""
+  return SCHEMA_VERSION if parts else SCHEMA_VERSION - 1
+
+
 def part_columns(parts: Sequence[str]) -> tuple[str, ...]:
   """The columns of the parts of a row, such as contribution_chosen; they add up to its contribution."""
   return tuple(f"contribution_{part}" for part in parts)

@@ -18,7 +18,6 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.scorelog import format as fmt
 
-_NAME = re.compile(r"dot_prod_log_iter_(-?\d+)\.pt")
 VAL_SET = "valset.pt"
 
 
@@ -30,7 +29,8 @@ def find_folder(run_dir: Path) -> Path | None:
 
 def log_files(folder: Path) -> list[Path]:
   """Log files in the order of their iteration."""
-  found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+  pattern = r"dot_prod_log_iter_(-?\d+)\.pt"
+  found = [(int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(pattern, path.name))]
   return [path for _, path in sorted(found)]
 
 
