@@ -1,8 +1,7 @@
 """The console script `maxghost`, and how its commands read arguments and report mistakes in one line each.
 
 A command is a module with `main(argv: list[str] | None = None) -> int`. A command with a configuration calls
-`cli.run_command(_run, argv, "train")` there and imports JAX inside `_run`, so that wrong keys are reported before JAX
-starts.
+`cli.run_command(_run, argv, "train")` there and imports JAX inside `_run`: wrong keys are reported before JAX starts.
 """
 
 import importlib
@@ -84,10 +83,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     if text.startswith("-"):
       key, equals, value = text.lstrip("-").partition("=")
       key = key.replace("-", "_")
-      if key in fields():
-        problems.append(f"'{text}': keys are written without dashes: {key}={value if equals else 'VALUE'}")
-      else:
-        problems.append(f"unknown flag '{text}'{did_you_mean(key, ['help', 'print_config', *fields()])}")
+      hint = did_you_mean(key, ["help", "print_config", *fields()])
+      plain = f"'{text}': keys are written without dashes: {key}={value if equals else 'VALUE'}"
+      problems.append(plain if key in fields() else f"unknown flag '{text}'{hint}")
     elif "=" in text:
       overrides.append(text)
     else:

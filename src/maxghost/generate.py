@@ -33,10 +33,10 @@ def from_keys(arguments: list[str]) -> list[str]:
   if not typed and not any(name == "load_parameters_path" and equals for name, equals, _ in pairs):
     return arguments
   given = {name: value for name, equals, value in pairs if equals}
-  for name, equals, _ in pairs:
-    if not equals or name not in (*KEYS, "load_parameters_path"):
-      hint = did_you_mean(name, (*KEYS, "load_parameters_path"))
-      raise ConfigError(f"{name!r} is not a key of generate{hint}; it reads load_parameters_path, {', '.join(KEYS)}")
+  known = ("load_parameters_path", *KEYS)
+  for name in (name for name, equals, _ in pairs if not equals or name not in known):
+    hint = did_you_mean(name, (*KEYS, "load_parameters_path"))
+    raise ConfigError(f"{name!r} is not a key of generate{hint}; it reads {', '.join(known)}")
   if not given.get("load_parameters_path"):
     raise ConfigError("load_parameters_path is missing: the run, checkpoint or folder of the model to generate with")
   flags = [part for name, value in given.items() if name in KEYS for part in (KEYS[name], value)]
@@ -109,13 +109,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-  texts = list(args.prompt)
-  if args.prompts:
-    try:
-      texts += args.prompts.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-      raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
-  if not texts:
+  try:
+    lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else []
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
+  if not (texts := [*args.prompt, *lines]):
     raise ConfigError('no prompt: give --prompt "some text", or --prompts FILE')
   if args.max_new_tokens < 1:
     raise ConfigError(f"--max_new_tokens {args.max_new_tokens}: at least 1")
@@ -126,10 +124,10 @@ def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
   needed = longest + args.max_new_tokens
   if args.cache and args.cache < needed:
     raise ConfigError(f"--cache {args.cache}: the longest prompt and --max_new_tokens need {needed}")
-  most = cfg.model.trainable_position_size
-  if most > 0 and needed > most:
+  most = cfg.model.trainable_position_size if cfg.model.trainable_position_size > 0 else sys.maxsize
+  if needed > most:
     raise ConfigError(f"a prompt of {longest} tokens and {args.max_new_tokens} more: the model has {most} positions")
-  return min(args.cache or needed, most) if most > 0 else args.cache or needed
+  return min(args.cache or needed, most)
 
 
 class Row:

@@ -144,7 +144,7 @@ class GroupSums:
     exposures, tokens = sums[:, :2].T.astype(np.int64)
     per_set = [sums[:, start : start + num_sets] for start in range(4, sums.shape[1], num_sets)]
     if not self._log.knows_in_all:
-      per_set.append(np.full_like(per_set[0], np.nan))
+      per_set = [*per_set[:2], np.full_like(per_set[0], np.nan)]
     groups = Groups(keys, exposures, tokens, sums[:, 2], sums[:, 3], *per_set)
     ranks = (keys[name] for name in reversed(self._columns))
     return groups.take(np.lexsort([key.code if isinstance(key, Labels) else key for key in ranks]))

@@ -45,8 +45,7 @@ class Answer:
   """The result of a query.
 
   columns: name -> values of the shown groups, keys first. num_groups: found. num_top: number of best groups among the
-  shown; the worst groups follow, worst first. units: of the columns. notes: sentences for the reader. direction: along
-  which the scores were computed; empty where the log does not say it.
+  shown; the worst follow, worst first. units: of the columns. notes: for the reader. direction: of the scores, or empty.
   """
 
   columns: dict[str, list | np.ndarray]
@@ -81,16 +80,20 @@ def _cell(value) -> str:
   return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
 
 
-def ask(log: ScoreLog, query: Query) -> Answer:
-  """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
+def _check(query: Query, fields: tuple[str, ...]):
   more = ", and what document_fields named before the training"
-  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *log.fields), more)
+  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields), more)
   refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
   for name, count in (("top", query.top), ("bottom", query.bottom)):
     if count is not None and count < 0:
       raise ConfigError(f"--{name} {count}: at least 0")
   if query.text and query.by != "document":
     raise ConfigError(f"--text shows the text of documents, but --by is {query.by}; use --by document")
+
+
+def ask(log: ScoreLog, query: Query) -> Answer:
+  """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
+  _check(query, log.fields)
   if query.val_set:
     refuse_unknown(f"--set {query.val_set}: no validation set of this run", query.val_set, log.val_sets)
   k = log.val_sets.index(query.val_set) if query.val_set else 0

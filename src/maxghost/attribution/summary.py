@@ -29,8 +29,8 @@ MAX_HASHED_DOCUMENTS = 200_000
 class Value:
   """The value of a group of rows. contribution and half_width (95 %) in nats; loss in nats per token.
 
-  relative: contribution over the average contribution of the same shares of the same steps; NaN where that is not
-  positive. path, offset, text, marked and in_all (as `ScoreLog.in_all`, NaN where unknown): of a document.
+  relative: contribution over the average of the same shares of the same steps; NaN where that is not positive. path,
+  offset, text, marked and in_all (as `ScoreLog.in_all`, NaN where unknown): of a document.
   """
 
   domain: str
@@ -111,10 +111,10 @@ class HeatMap:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTable:
-  """Value by pass over the data; the first pass is entry 0, the last entry also holds all later passes.
+  """Value by pass over the data, from entry 0; the last entry also holds all later passes. contribution_EK: nats.
 
-  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats of the same shares of the batch losses at the average
-  value of their domain in the same part of the run, so that a falling learning rate does not look like falling value.
+  expected_EK: nats of the same shares of the batch losses at the average value of their domain in the same part of the
+  run, so that a falling learning rate does not look like falling value.
   """
 
   rows: np.ndarray
@@ -190,8 +190,7 @@ class Summary:
 def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = None) -> Summary:
   """Reads the log once, and the run's other files. Raises ConfigError if the log holds no scored document.
 
-  num_documents: length of each list of documents. source: of their texts; without it the texts and the search for
-  duplicates are left out.
+  num_documents: length of each list. source: of texts; without it texts and the search for duplicates are left out.
   """
   steps = log.steps
   if not log.num_rows:
@@ -294,14 +293,14 @@ def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]
   total = groups.contribution_GK[:, k]
   half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
   loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
-  numbers = zip(*(a.tolist() for a in (groups.exposures, groups.tokens, loss, total, half_width)), strict=True)
-  values = []
-  for key, columns, in_all in zip(groups.document_ids(), numbers, groups.in_all_GK[:, k].tolist(), strict=True):
+  columns = (groups.exposures, groups.tokens, loss, total, half_width, groups.in_all_GK[:, k])
+  rows, values = zip(*(column.tolist() for column in columns), strict=True), []
+  for key, (*numbers, in_all) in zip(groups.document_ids(), rows, strict=True):
     text = texts.get(key)
     if text is not None and len(text) > SHOWN_CHARS:
       text = text[:SHOWN_CHARS] + "\n…"
     more = {"text": text, "marked": marked.get((k, key)), "in_all": in_all}
-    values.append(Value(key[0], *columns, path=key[1], offset=key[2], **more))
+    values.append(Value(key[0], *numbers, path=key[1], offset=key[2], **more))
   return values
 
 

@@ -208,11 +208,8 @@ class _ValueComparer:
 
   def _largest(self, ref: Ref) -> float:
     """The largest finite magnitude."""
-    largest = 0.0
-    for index in self._blocks(ref):
-      magnitude = np.abs(_wide(self._right.part(ref, index)))
-      largest = max(largest, float(np.max(magnitude, initial=0.0, where=np.isfinite(magnitude))))
-    return largest
+    sizes = (np.abs(_wide(self._right.part(ref, index))) for index in self._blocks(ref))
+    return max((float(np.max(size, initial=0.0, where=np.isfinite(size))) for size in sizes), default=0.0)
 
 
 def _dtype_text(ref: Ref) -> str:

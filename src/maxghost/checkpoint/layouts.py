@@ -142,18 +142,15 @@ def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
   tops = _tops(nodes)
   if (recorded := record_of(raw).get("layout")) in LAYOUTS:
     return recorded
-  if prefix:
-    return PARAMS
-  if "params" in tops:
+  if "params" in tops and not prefix:
     return LINEN if any(path[:2] == ("params", "params") for path in nodes) else NNX_OLD
-  if "model" in tops:
+  if "model" in tops and not prefix:
     ours = raw.folder is not None and (raw.folder.step / "positions").is_dir()
     return MAXGHOST if ours else NNX
-  if any(top in _MODEL_KEYS for top in tops):
+  if prefix or any(top in _MODEL_KEYS for top in tops):
     return PARAMS
-  raise LayoutError(
-    f"{raw.origin}: cannot tell the layout; keys: {', '.join(sorted(tops)) or 'none'}; pass --from {'|'.join(LAYOUTS)}"
-  )
+  keys = ", ".join(sorted(tops)) or "none"
+  raise LayoutError(f"{raw.origin}: cannot tell the layout; keys: {keys}; pass --from {'|'.join(LAYOUTS)}")
 
 
 def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], dict]:

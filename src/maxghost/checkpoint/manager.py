@@ -161,10 +161,9 @@ class CheckpointManager:
       self._say_what_changed(restored)
       return restored._replace(tree=_with_typed_keys(restored.tree, abstract_tree))
     if unusable:
-      raise CheckpointError(
-        f"none of the checkpoints in {self._directory} can be used: {', '.join(map(str, sorted(unusable)))}; "
-        "put a good one there, or remove them all to start again at step 0"
-      )
+      steps = ", ".join(map(str, sorted(unusable)))
+      way = "put a good one there, or remove them all to start again at step 0"
+      raise CheckpointError(f"none of the checkpoints in {self._directory} can be used: {steps}; {way}")
     return None
 
   def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origin: str) -> None:
@@ -182,10 +181,8 @@ class CheckpointManager:
     positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
     positions = check_seal(positions)
     if positions.get("format", 0) > FORMAT_VERSION:
-      raise CheckpointError(
-        f"checkpoint {self.path(step)} has format {positions['format']}, this maxghost reads up to {FORMAT_VERSION}; "
-        "update maxghost"
-      )
+      reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
+      raise CheckpointError(f"checkpoint {self.path(step)} has format {positions['format']}, {reads}")
     stored = _flatten(self._manager.item_metadata(step)["items"].tree)
     _check_leaves(self.path(step), stored, _flatten(wanted))
     tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
@@ -243,10 +240,8 @@ class CheckpointManager:
     if distributed.is_first():
       path.unlink()
     if not all(sees):
-      raise ConfigError(
-        f"base_output_directory: process {sees.index(False)} does not see what process 0 writes to {self._directory}; "
-        "name a folder of a file system that all processes share"
-      )
+      blind = f"process {sees.index(False)} does not see what process 0 writes to {self._directory}"
+      raise ConfigError(f"base_output_directory: {blind}; name a folder of a file system that all processes share")
 
   def _set_aside(self, steps: list[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""

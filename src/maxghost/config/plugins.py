@@ -69,11 +69,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Objective(Plugin):
-  """What a run minimises; the fields are those of `objectives.Objective`.
+  """What a run minimises; the fields are those of `objectives.Objective`. perplexity: whether loss is nats per token.
 
   reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
-    that is "base", the model without them); "teacher", another model; "" none.
-  perplexity: whether its loss is nats per token.
+  that is "base", the model without them); "teacher", another model; "" none.
   """
 
   rows_per_unit: int = 1

@@ -96,16 +96,16 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     return 130
   except OSError as error:
     print_problem(error, name)
-    return code if isinstance(error, BrokenPipeError) else 1
+    code = code if isinstance(error, BrokenPipeError) else 1
   except ValueError as error:
     if "embedded null" not in str(error):
       raise
     print_problem("a path holds a NUL character", name)
-    return ConfigError.exit_code
+    code = ConfigError.exit_code
   return code
 
 
-def guarded(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def guarded(name: str) -> Callable[[Callable[..., int | None]], Callable[..., int]]:
   """Decorates a tool's `main` with `guard`."""
   return lambda main: functools.wraps(main)(lambda *args, **options: guard(lambda: main(*args, **options), name))
 

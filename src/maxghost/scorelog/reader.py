@@ -156,10 +156,7 @@ class ScoreLog:
     return sum(shard.num_rows for shard in self.shards)
 
   def to_pandas(self) -> Any:
-    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each.
-
-    With `in_all`, the second reading of each contribution, where the log knows it.
-    """
+    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each."""
     return fmt.frame("pandas", self._whole())
 
   def to_polars(self) -> Any:

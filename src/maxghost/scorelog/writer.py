@@ -157,18 +157,10 @@ class Writer:
   """
 
   def __init__(
-    self,
-    run_dir,
-    val_sets: Sequence[str] = ("manual",),
-    process: tuple[int, int] = (0, 1),
-    period: int = 20,
-    fingerprint: str = "",
-    objective: str = fmt.NEXT_TOKEN,
-    ledger: Sequence[str] = fmt.LEDGER,
-    direction: str = "",
-    fields: Sequence[str] = (),
-    parts: Sequence[str] = (),
-  ):
+    self, run_dir, val_sets: Sequence[str] = ("manual",), process: tuple[int, int] = (0, 1), period: int = 20,
+    fingerprint: str = "", objective: str = fmt.NEXT_TOKEN, ledger: Sequence[str] = fmt.LEDGER, direction: str = "",
+    fields: Sequence[str] = (), parts: Sequence[str] = (),
+  ):  # fmt: skip
     if period < 1:
       raise ConfigError(f"period={period}: at least 1 step per score file")
     if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
@@ -189,8 +181,7 @@ class Writer:
       "process_index": self._process_index, "fingerprint": fingerprint,
       "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
     }  # fmt: skip
-    self._last_step, self._num_steps, self._num_rows = -1, 0, 0
-    self._restored = False
+    self._last_step, self._num_steps, self._num_rows, self._restored = -1, 0, 0, False
     self._error: BaseException | None = None
     self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
     self._thread: threading.Thread | None = None

@@ -116,10 +116,5 @@ _templates = jinja2.Environment(
   trim_blocks=True,
   lstrip_blocks=True,
 )
-_FILTERS = (
-  *(numbers.compact, numbers.integer, numbers.number, numbers.percent, numbers.plus_minus),
-  *(report_text.headline, report_text.lead, report_text.ledger_sentence, report_text.loss_of),
-  *(report_text.helped_sentence, report_text.hurt_sentence, report_text.in_all_known),
-)
-_templates.filters |= {function.__name__: function for function in _FILTERS}
+_templates.filters |= vars(numbers) | vars(report_text)  # their functions
 _templates.filters |= {"snippet": lambda text: snippet(text, 140) or "(no visible characters)", "spans": _spans}
