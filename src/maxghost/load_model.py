@@ -52,9 +52,8 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
   if cfg.adapter.lora_rank:
     adapter, given = adapter or str(place.tree), cfg.checkpoint.load_parameters_path
     if not given:
-      raise ConfigError(
-        f"{place.tree} holds adapters of a model that was made from init_weights_seed; there is no base"
-      )
+      made = "a model that was made from init_weights_seed"
+      raise ConfigError(f"{place.tree} holds adapters of {made}; there is no base")
     place, cfg = model_path.find(given, "load_parameters_path"), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
@@ -76,8 +75,8 @@ def check_config(cfg: Config) -> ModelPlace:
     own = f"begin with its own: maxghost train {place.config_file} {key}={path} run_name=NAME"
     if huggingface.is_huggingface(place.tree):
       own = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
-    way_out = f"; set these keys as they are there, or {own}"
-    raise ConfigError(f"{key}={path} is another model ({place.config_file}): {listed}{way_out}")
+    said = f"{key}={path} is another model ({place.config_file}): {listed}"
+    raise ConfigError(f"{said}; set these keys as they are there, or {own}")
   return place
 
 

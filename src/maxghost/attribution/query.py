@@ -45,7 +45,7 @@ class Answer:
   """The result of a query.
 
   columns: name -> values of the shown groups, keys first. num_groups: found. num_top: number of best groups among the
-  shown; the worst follow, worst first. units: of the columns. notes: for the reader. direction: of the scores, or empty.
+  shown; the worst follow, worst first. units: of the columns. notes: for the reader. direction: of the scores, or "".
   """
 
   columns: dict[str, list | np.ndarray]

@@ -1,7 +1,7 @@
 """Sentences and labels of the report, shared by the terminal and the page."""
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
@@ -126,8 +126,7 @@ def hurt_sentence(part: SetSummary) -> str:
   return f"Their 95 % interval lies below zero. Of {integer(part.num_judged)} documents without any effect, {by_chance}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LedgerLine:
+class LedgerLine(NamedTuple):
   """One line of the ledger in nats. start: where its bar begins, so that the bars of the parts form a waterfall."""
 
   label: str

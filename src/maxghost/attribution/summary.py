@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,8 +101,7 @@ class Ledger:
     return None if self.actual is None else self.actual - self.predicted
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeatMap:
+class HeatMap(NamedTuple):
   """Nats per million tokens of each domain; rows are layers, then modules outside the stack."""
 
   rows: tuple[str, ...]
@@ -127,8 +127,7 @@ class PassTable:
     return bool(self.rows[1:].sum())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Duplicates:
+class Duplicates(NamedTuple):
   """Texts with more than one id among the num_compared scored documents whose text was found.
 
   tokens: of all copies; extra_tokens: of all but one copy of each text. contribution_K: nats of all copies.
@@ -167,8 +166,7 @@ class SetSummary:
   heat_map: HeatMap | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(NamedTuple):
   """A run. messages: warnings for the reader. duplicates: None without texts, or with too many to compare."""
 
   name: str

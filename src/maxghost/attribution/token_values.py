@@ -4,9 +4,9 @@ B rows, T positions, K validation sets.
 """
 
 import codecs
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from maxghost.scorelog.shard import DamagedShard
 END = "⟨end⟩"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Marked:
+class Marked(NamedTuple):
   """One exposure of a document: pieces of its text and the value of each in nats."""
 
   step: int

@@ -3,11 +3,11 @@
 K validation sets, N rows.
 """
 
-import dataclasses
 import fnmatch
 import operator
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ def refuse_unknown(said: str, name: str, known: Iterable[str], more: str = "") -
     raise ConfigError(printable(said + (did_you_mean(name, known) or f"; there are {', '.join(known)}{more}")))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
   """`column operator value`; value: a number, or a string for domain, path and fields of documents."""
 
   column: str

@@ -19,10 +19,9 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
   raw = opener(path)
   leaves = []
   for node_path, node in raw.nodes.items():
-    leaf: dict[str, Any] = {"path": slash_path(node_path), "shape": None, "dtype": "text", "bytes": 0}
-    if isinstance(node, Empty):
-      leaf["dtype"] = node.kind
-    elif isinstance(node, StoredArray):
+    kind = node.kind if isinstance(node, Empty) else "text"
+    leaf: dict[str, Any] = {"path": slash_path(node_path), "shape": None, "dtype": kind, "bytes": 0}
+    if isinstance(node, StoredArray):
       dtype = f"key<{node.key_impl}>" if node.key_impl else node.dtype.name
       leaf |= {"shape": list(node.shape), "dtype": dtype, "bytes": node.nbytes}
     leaves.append(leaf)

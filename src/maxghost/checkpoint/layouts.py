@@ -221,10 +221,9 @@ def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], opti
   parents = {path[:-1] for path in others}
   if all(path[:-1] in parents or is_name(path) for path in under):
     return False
-  raise LayoutError(
-    f"some leaves wrapped, some not: {slash_path(under[0])} is under 'value', {slash_path(others[0])} is not; "
-    "pass --wrapped yes, or --wrapped no where 'value' is a parameter's name"
-  )
+  unlike = f"{slash_path(under[0])} is under 'value', {slash_path(others[0])} is not"
+  way = "pass --wrapped yes, or --wrapped no where 'value' is a parameter's name"
+  raise LayoutError(f"some leaves wrapped, some not: {unlike}; {way}")
 
 
 def without_value(path: Sequence[Any]) -> Path:

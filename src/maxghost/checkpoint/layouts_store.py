@@ -107,7 +107,7 @@ Node = StoredArray | Empty | Text
 
 @dataclass
 class RawTree:
-  """All leaves of a checkpoint and its metadata; `origin` names it in errors."""
+  """All leaves of a checkpoint and its metadata, whatever its layout; `origin` names it in errors."""
 
   nodes: dict[TreePath, Node]
   origin: str = "the given tree"
@@ -166,11 +166,9 @@ def locate(path: str | os.PathLike) -> Location:
 
 def _no_tree(path: Any, folder: Path) -> str:
   names = sorted(p.name for p in folder.iterdir())
-  steps = [name for name in names if name.isdigit()]
   if "checkpoints" in names:
     folder = folder / "checkpoints"
-    steps = sorted(p.name for p in folder.iterdir() if p.name.isdigit())
-  if steps:
+  if steps := sorted(p.name for p in folder.iterdir() if p.name.isdigit()):
     return f"{path} holds the steps {', '.join(sorted(steps, key=int))}; name one, as in {folder / steps[0]}"
   if any(name in ITEM_NAMES or name in ("manifest.ocdbt", "d", STEP_METADATA) for name in names):
     return f"{path} is damaged or half copied: it has no {TREE_METADATA}"

@@ -195,10 +195,8 @@ class CheckpointManager:
     """Says which versions are others than those that wrote the checkpoint, where it has a record of them."""
     then, now = restored.positions.get("made_with", {}), made_with()
     if other := [f"{name} {then[name]}, now {value}" for name, value in now.items() if then.get(name, value) != value]:
-      self._say(
-        f"maxghost: note: checkpoint {self.path(restored.step)} was made with {'; '.join(other)}: the run goes on, but "
-        "its numbers may differ in the last bits from those of a run without a change"
-      )
+      but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
+      self._say(f"maxghost: note: checkpoint {self.path(restored.step)} was made with {'; '.join(other)}: {but}")
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
     """Runs a part of the save, in every process unless `alone`. Raises CheckpointError in all if it fails in one."""

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,8 +22,7 @@ RESOLVED = "config_is_resolved"
 _DEEPEST = 20  # levels of nested lists
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
   """One value as it was given: its origin and its YAML node, None where the text is not YAML (see `problem`)."""
 
   origin: str
@@ -31,8 +30,7 @@ class Given:
   problem: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
   """A configuration, each value's origin ("configs/base.yml:12", "command line"), notes on what was overridden."""
 
   config: Config
@@ -195,10 +193,10 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
         others.append((level, key, value, given.origin))
         continue
       if layer is layers[1] and key in base and key not in broken and value != flat[key] != known[key].default:
-        notes.append(
-          f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {values.shown(value)} of the model file "
-          f"({given.origin}); give {key}= on the command line to keep it"
+        instead = (
+          f"{values.shown(value)} of the model file ({given.origin}); give {key}= on the command line to keep it"
         )
+        notes.append(f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {instead}")
       flat[key], origins[key], level_of[key] = value, given.origin, level
   for level, key, value, origin in others:
     for target, changed in renamed.OTHER[key].fold(value, flat).items():

@@ -33,10 +33,9 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
     for shard in group[:-1]:
       shard.path.unlink()
     sync(path.parent)
-    lines.append(
-      f"{path}: steps {group[0].first_step} to {group[-1].last_step}, {sum(s.num_rows for s in group):,} rows, "
-      f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
-    )
+    steps, rows = f"steps {group[0].first_step} to {group[-1].last_step}", sum(shard.num_rows for shard in group)
+    bytes_now = f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
+    lines.append(f"{path}: {steps}, {rows:,} rows, {bytes_now}")
   left = [] if running else _left_behind(files)
   for path in left:
     path.unlink()

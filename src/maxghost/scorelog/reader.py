@@ -50,10 +50,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
     lost += selection.missing(folder, log.checksums("selection_crc"))
     if lost and not accept_lost_rows:
       more = [f"and {len(lost) - SHOWN_LOSSES} more"] if len(lost) > SHOWN_LOSSES else []
-      raise ConfigError(
-        f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. Put the files back, or go on "
-        "without them: --accept-lost-rows (in Python accept_lost_rows=True)"
-      )
+      way = "Put the files back, or go on without them: --accept-lost-rows (in Python accept_lost_rows=True)"
+      raise ConfigError(f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. {way}")
     log.messages += [f"lost: {sentence}" for sentence in lost]
     return log
   if (foreign := ghostsuite.find_folder(run_dir)) is not None:
@@ -135,10 +133,9 @@ class ScoreLog:
     self.val_sets, self.objective = shards[0].val_sets, shards[0].objective
     for shard in shards:
       if (shard.val_sets, shard.objective) != (self.val_sets, self.objective):
-        raise ConfigError(
-          f"{shard.path.name}: objective {shard.objective}, validation sets {', '.join(shard.val_sets)}, but "
-          f"{shards[0].path.name} has {self.objective}, {', '.join(self.val_sets)}; the files are of different runs"
-        )
+        found = f"objective {shard.objective}, validation sets {', '.join(shard.val_sets)}"
+        first = f"{shards[0].path.name} has {self.objective}, {', '.join(self.val_sets)}"
+        raise ConfigError(f"{shard.path.name}: {found}, but {first}; the files are of different runs")
     self.ledger = tuple(dict.fromkeys(name for shard in shards for name in shard.ledger))
     self.units = fmt.units(self.ledger)
     self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
@@ -232,10 +229,8 @@ class ScoreLog:
         for rows in shard.blocks():
           for name, size in sizes.items():
             if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
-              raise ConfigError(
-                f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
-                "the file is damaged; remove it to use the others"
-              )
+              entry = f"a row points to entry {rows[name].max()} of {size} in its table of {name}s"
+              raise ConfigError(f"{shard.path}: {entry}: the file is damaged; remove it to use the others")
           yield shard, rows
       except (DamagedShard, FileNotFoundError) as error:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
@@ -248,10 +243,8 @@ class ScoreLog:
       raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, self.columns)}")
     is_text = name in (*fmt.TEXTS, *self.fields)
     empty = fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)[name]
-    parts = [np.zeros((0, *empty.shape), "<U1" if is_text else empty.base)]
-    for shard, rows in self.blocks():
-      parts.append(shard.texts(name)[rows[name]] if is_text else rows[name])
-    return np.concatenate(parts)
+    parts = (shard.texts(name)[rows[name]] if is_text else rows[name] for shard, rows in self.blocks())
+    return np.concatenate([np.zeros((0, *empty.shape), "<U1" if is_text else empty.base), *parts])
 
   def checksums(self, name: str) -> dict[int, int]:
     """{step: CRC-32} of what lies beside the log: tokens_crc or selection_crc."""

@@ -123,9 +123,8 @@ class Shard:
         self.meta = json.loads(str(np.lib.format.read_array(io.BytesIO(archive.read("meta.npy")))))
         self.version = self.meta["schema_version"]
         if not isinstance(self.version, int) or self.version > fmt.SCHEMA_VERSION:
-          raise ConfigError(
-            f"{path}: schema_version={self.version}, this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
-          )
+          reads = f"this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
+          raise ConfigError(f"{path}: schema_version={self.version}, {reads}")
         if not sealed and self.version > 1:
           raise ValueError("the checksum at its end is missing: cut short or changed")
         self.val_sets = tuple(self.meta["val_sets"])

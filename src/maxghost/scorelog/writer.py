@@ -164,10 +164,8 @@ class Writer:
     if period < 1:
       raise ConfigError(f"period={period}: at least 1 step per score file")
     if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
-      raise ConfigError(
-        f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field "
-        f"another: own_name={taken[0]}"
-      )
+      what = "the score log has a column of this name, or could have none"
+      raise ConfigError(f"document_fields={taken[0]}: {what}; give the field another: own_name={taken[0]}")
     if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
       raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
     self.folder = Path(run_dir) / "ghost"
@@ -285,11 +283,9 @@ class Writer:
     self._num_steps, self._num_rows = end
     for i, key in enumerate(("num_steps", "num_rows")):
       if position is not None and found[i] != position.get(key, found[i]):
-        print(
-          f"maxghost: the score log in {self.folder} holds {key}={found[i]} up to step {self._last_step}, the "
-          f"checkpoint counted {position[key]}: files were changed since; the missing scores stay missing",
-          file=sys.stderr,
-        )
+        holds = f"holds {key}={found[i]} up to step {self._last_step}, the checkpoint counted {position[key]}"
+        said = f"{holds}: files were changed since; the missing scores stay missing"
+        print(f"maxghost: the score log in {self.folder} {said}", file=sys.stderr)
     if position is not None and "num_steps" in position:  # what was written counts, so that a reader sees the gap
       self._num_steps, self._num_rows = int(position["num_steps"]), int(position["num_rows"])
     if not self._pending.steps:
@@ -308,10 +304,9 @@ class Writer:
           yield path, None
         continue
       if shard.val_sets != self.val_sets and shard.first_step <= last_step:
-        raise ConfigError(
-          f"{path}: scored against the validation sets {', '.join(shard.val_sets)}, this run against "
-          f"{', '.join(self.val_sets)}; continue with the same sets or under another run_name"
-        )
+        sets = f"{', '.join(shard.val_sets)}, this run against {', '.join(self.val_sets)}"
+        way = "continue with the same sets or under another run_name"
+        raise ConfigError(f"{path}: scored against the validation sets {sets}; {way}")
       yield path, shard
 
   def _files(self) -> Iterator[tuple[Path, int, int]]:
