@@ -35,7 +35,6 @@ COMPILING = "Compiling, which takes seconds to minutes; then the documents are s
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  """The command line."""
   parser = Parser("maxghost attribute", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
@@ -131,7 +130,6 @@ def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]
 
 
 def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> None:
-  """Refuses what LESS is not defined for."""
   if cfg.optimizer.opt_type != "adamw":
     raise ConfigError(f"--method less needs the moments of AdamW; the run has opt_type={cfg.optimizer.opt_type}")
   if bare := [path for path in paths.values() if not has_optimizer(path)]:
@@ -143,7 +141,6 @@ def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) ->
 
 
 def has_optimizer(path: Path) -> bool:
-  """Whether a checkpoint holds the optimizer's state."""
   from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
   from maxghost.interop.huggingface import open_tree
 
@@ -215,17 +212,18 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   if not queries:
     return 0
   about = offline.open_index(args.index, list(paths))
-  if args.method and method != about.get("method", offline.CONTRIBUTION):
-    raise ConfigError(f"--method {method}: the index was written with --method {about.get('method')}; leave it out")
-  is_less = about.get("method") == offline.LESS
-  unit = offline.LESS_UNIT if is_less else offline.UNIT
+  written = about.get("method", offline.CONTRIBUTION)
+  if args.method not in ("", written):
+    raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
+  unit, way = offline.UNIT, f"direction {about['direction']}"
+  if written == offline.LESS:
+    unit, way = offline.LESS_UNIT, "LESS"
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
     raise ConfigError(f"--direction {args.direction}: the index was written for {about['direction']}; leave it out")
   print("Compiling the query's pass, which takes seconds to minutes", flush=True)
   found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
-  way = "LESS" if is_less else f"direction {about['direction']}"
   for name, chunks in found.items():
     print(f"\nnearest to '{name}': {unit}\n({way}, estimated from {about['directions']} random directions)")
     for chunk in chunks:
@@ -237,7 +235,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
     about = {key: about[key] for key in ("direction", "directions", "checkpoints")}
-    about |= {"unit": unit, "method": offline.LESS if is_less else offline.CONTRIBUTION}
+    about |= {"unit": unit, "method": written}
     write_output(args.output, json.dumps(about | {"queries": found}, ensure_ascii=False, indent=1) + "\n")
   return 0
 
@@ -249,8 +247,7 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
   for path in given:
     run, folder = path.resolve(), path / "checkpoints"
     if folder.is_dir():
-      found = {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}
-      if not found:
+      if not (found := {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}):
         raise ConfigError(f"{path}: no checkpoint in {folder}")
     elif path.is_dir() and path.name.isdecimal():
       run, found = run.parents[1], {int(path.name): path}

@@ -11,7 +11,6 @@ from maxghost.config.values import guarded
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  """The command line."""
   parser = Parser("maxghost report", description=__doc__)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run: <base_output_directory>/<run_name>")

@@ -35,7 +35,6 @@ examples:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  """The command line."""
   parser = Parser("maxghost scores", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
@@ -66,9 +65,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raise ConfigError(f"--keep {args.keep}: a share of the documents above 0% and up to 100%, such as 5%")
   if args.keep and args.by not in ("domain", "document", "id"):
     raise ConfigError(f"--by {args.by}: --keep writes the ids of documents, or with --by id those of records")
-  for flag, asked in (("--format parquet", args.format == "parquet"), ("--drop-below", args.drop_below is not None)):
-    if asked and args.output is None:
-      raise ConfigError(f"{flag} needs --output FILE")
+  if args.output is None and (args.format == "parquet" or args.drop_below is not None):
+    raise ConfigError(f"{'--format parquet' if args.format == 'parquet' else '--drop-below'} needs --output FILE")
   return args
 
 
@@ -89,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
   if args.export:
     from maxghost.scorelog.export import to_parquet
 
-    print("\n".join(map(str, to_parquet(log, args.output or args.run_dir / "parquet"))))
+    print(*to_parquet(log, args.output or args.run_dir / "parquet"), sep="\n")
     return 0
   by, top, bottom = args.by, args.top, args.bottom
   if args.drop_below is not None or args.keep:

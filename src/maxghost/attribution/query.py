@@ -134,14 +134,13 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
   if left_out:
     notes.append(aggregate.LEFT_OUT.format(left_out))
   result = groups.result()
-  total, square = result.contribution_GK[:, k], result.square_GK[:, k]
+  total = result.contribution_GK[:, k]
+  half_width = statistics.exposure_half_width(result.exposures, total, result.square_GK[:, k])
   if query.by == "domain":
     present = np.isin(log.domains, result.keys["domain"].tolist())
     half_width = statistics.block_half_width(time.sums_DB("contribution", k)[present])
   elif query.by == "step":
     half_width = np.full(len(result), np.nan)
-  else:
-    half_width = statistics.exposure_half_width(result.exposures, total, square)
   return {
     **result.keys,
     "chunks": result.exposures,
@@ -201,8 +200,7 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
 def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
   """(indices of the groups to show, number of best groups among them)."""
   refuse_unknown(f"--sort {query.sort}: no column of --by {query.by}", query.sort, columns)
-  values = columns[query.sort]
-  values = values.code if isinstance(values, aggregate.Labels) else values
+  values = getattr(columns[query.sort], "code", columns[query.sort])  # of labels
   if query.sort in MEASURES:
     values = -np.where(np.isfinite(values), values, -np.inf).astype(np.float64)
   order = np.argsort(values, kind="stable")

@@ -102,7 +102,6 @@ def ledger_sentence(ledger: Ledger) -> str:
 
 
 def in_all_known(values: list[Value]) -> bool:
-  """Whether the second reading of documents is known."""
   return any(math.isfinite(value.in_all) for value in values)
 
 

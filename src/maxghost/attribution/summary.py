@@ -58,7 +58,6 @@ class Value:
 
   @property
   def place(self) -> str:
-    """Where the document is."""
     return f"{self.domain} · {self.path}" + (f" @ {self.offset}" if self.offset else "")
 
 
@@ -395,7 +394,6 @@ def _facts(log: ScoreLog, metrics: dict[str, Series], counts: dict[str, int]) ->
 
 
 def _passes(time: TimeSums) -> PassTable:
-  """The value of each pass, from sums over the run."""
   rows_EDB, tokens_EDB, share_EDB, _, *value_KEDB = time.sums_CEDB
   share_DB = share_EDB.sum(0)
   expected = [share_EDB * (value_EDB.sum(0) / np.where(share_DB > 0, share_DB, 1)) for value_EDB in value_KEDB]

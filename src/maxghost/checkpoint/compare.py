@@ -126,7 +126,6 @@ def _describe(ref: Ref) -> str:
 
 
 def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bool) -> dict[str, Item]:
-  """What is compared, by path."""
   trees = {"params": checkpoint.params}
   single: dict[str, Any] = {}
   if not params_only:
@@ -207,7 +206,6 @@ class _ValueComparer:
     return different
 
   def _largest(self, ref: Ref) -> float:
-    """The largest finite magnitude."""
     sizes = (np.abs(_wide(self._right.part(ref, index))) for index in self._blocks(ref))
     return max((float(np.max(size, initial=0.0, where=np.isfinite(size))) for size in sizes), default=0.0)
 

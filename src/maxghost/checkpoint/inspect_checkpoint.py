@@ -44,7 +44,6 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
 
 
 def _listing(content: dict[str, Any]) -> Iterator[str]:
-  """The content as aligned lines, with the totals last."""
   rows = []
   for leaf in content["leaves"]:
     shape = "-" if leaf["shape"] is None else f"[{','.join(map(str, leaf['shape']))}]"

@@ -324,6 +324,6 @@ def _check_siblings(checkpoint: Checkpoint) -> None:
   """mu and nu of one optimizer hold the same leaves; where one lacks a leaf, the checkpoint is not whole."""
   whole = {place: tree for place, tree in checkpoint.moments.items() if place not in checkpoint.factored}
   for place, tree in whole.items():
-    siblings = {leaf for other, tree in whole.items() if other[:-1] == place[:-1] for leaf in tree.leaves}
+    siblings = {leaf for other, its in whole.items() if other[:-1] == place[:-1] for leaf in its.leaves}
     if missing := sorted(siblings - set(tree.leaves) - tree.empties, key=str):
       raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{slash_path(place)}")

@@ -38,7 +38,6 @@ class Container:
   scan_axis: int = 0
 
   def layer_path(self, layer: int) -> Path:
-    """Where the arrays of a layer are."""
     if self.form == SCANNED:
       return (*self.path, f"{self.block_name}_{layer % self.period}") if self.block_name else self.path
     return (*self.path[:-1], f"{self.path[-1]}_{layer}") if self.form == UNSCANNED else (*self.path, str(layer))

@@ -117,7 +117,6 @@ class RawTree:
 
   @property
   def location(self) -> "Location":
-    """`folder` of a tree on disk."""
     assert self.folder is not None, f"{self.origin} is in memory"
     return self.folder
 

@@ -267,7 +267,6 @@ def _sees(path: Path, text: str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-  """Why a part of a save failed, in one line."""
   if isinstance(error, TimeoutError):
     hangs = f"it was not written in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
     return _WAITED if "barrier" in str(error) else hangs
@@ -275,9 +274,7 @@ def _reason(error: Exception) -> str:
   return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 
 
-def _store() -> Any:
-  """The key-value store of jax.distributed."""
-  return ocp.multihost.get_jax_distributed_client()
+_store = ocp.multihost.get_jax_distributed_client  # the key-value store of jax.distributed
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:

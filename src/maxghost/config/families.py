@@ -142,7 +142,6 @@ _FOLLOWS: dict[str, Callable[[Callable[[str], int]], int]] = {
 
 
 def _entries(groups: Iterable[Mapping[str, Mapping]]) -> tuple[Entry, ...]:
-  """The entries of some groups of configs/families.yml."""
   read: dict[str, dict[str, Any]]
   read = {key: dict(entry, names=tuple(entry["names"].split())) for group in groups for key, entry in group.items()}
   for key, entry in read.items():
@@ -153,7 +152,6 @@ def _entries(groups: Iterable[Mapping[str, Mapping]]) -> tuple[Entry, ...]:
 
 
 def _shipped() -> Iterator[Family]:
-  """The families of configs/families.yml, with the tensors of configs/tensors.txt."""
   rules = {}
   for group in (config_dir() / "tensors.txt").read_text("utf-8").split("\n[")[1:]:
     head, _, lines = group.partition("\n")

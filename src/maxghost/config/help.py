@@ -100,7 +100,6 @@ def _print_rich(file: TextIO, usage: str) -> None:
 
 
 def list_values(loaded: Loaded) -> str:
-  """Every key, its value and where the value came from, by section."""
   flat = loaded.config.flat()
   rows = {name: (values.to_yaml(name, flat[name]).rstrip("\n"), loaded.origins[name]) for name in flat}
   width = min(60, max(len(text) for text, _ in rows.values()))

@@ -39,7 +39,6 @@ class Plugin:
   schedules: tuple[str, ...] = SCHEDULES
 
   def load(self) -> Any:
-    """The class."""
     if not isinstance(self.target, str):
       return self.target
     module, _, name = self.target.partition(":")
@@ -114,7 +113,6 @@ class Names(Sequence[str]):
 
 
 def directions() -> tuple[str, ...]:
-  """Values of ghost_direction."""
   known = (None, "sgd", *OF_STEP)
   own = [str(optimizer.direction) for optimizer in OPTIMIZERS.values() if optimizer.direction not in known]
   return ("auto", "sgd", *own, *OF_STEP, "second_order")

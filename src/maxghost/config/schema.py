@@ -304,7 +304,6 @@ class CheckpointConfig:
 
   @property
   def given_by(self) -> str:
-    """The key of `given`."""
     return "load_full_state_path" if self.load_full_state_path else "load_parameters_path"
 
 

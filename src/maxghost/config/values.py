@@ -247,7 +247,6 @@ def slash_path(path: Iterable[Any]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-  """The divisors of a positive number, in order."""
   small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
   return sorted({*small, *(number // d for d in small)})
 

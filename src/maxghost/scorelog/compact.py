@@ -36,11 +36,10 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
     steps, rows = f"steps {group[0].first_step} to {group[-1].last_step}", sum(shard.num_rows for shard in group)
     bytes_now = f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
     lines.append(f"{path}: {steps}, {rows:,} rows, {bytes_now}")
-  left = [] if running else _left_behind(files)
+  if left := [] if running else _left_behind(files):
+    lines.append(f"removed {len(left)} files whose rows are in others, or that were half written")
   for path in left:
     path.unlink()
-  if left:
-    lines.append(f"removed {len(left)} files whose rows are in others, or that were half written")
   if not groups:
     lines.append("nothing to compact" + (": the training has not finished another score file" if running else ""))
   return lines

@@ -103,10 +103,8 @@ class LogFile:
     return rows
 
   def texts(self, name: str) -> np.ndarray:
-    """As shard.Shard.texts."""
     return np.array(["train"] if name == "domain" else list(self._paths))
 
   def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
-    """As shard.Shard.blocks."""
     for start in range(0, len(self._rows), block_rows):
       yield self._rows[start : start + block_rows]

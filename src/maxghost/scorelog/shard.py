@@ -182,7 +182,6 @@ class Shard:
         yield rows if self.version > 1 else self._with_share(rows)
 
   def rows(self) -> np.ndarray:
-    """All rows at once."""
     dtype = fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)
     return np.concatenate([np.zeros((0,), dtype), *self.blocks()])
 
