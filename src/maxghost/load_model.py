@@ -38,10 +38,7 @@ def find(
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
-  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit.
-
-  adapter: as in `open_parameters`. That of a run with adapters is merged into its base.
-  """
+  """(graphdef, state) of the model, with its own adapters or `adapter` merged in. Imports JAX. Raises ConfigError."""
   from flax import nnx
 
   from maxghost import adapters
@@ -62,10 +59,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
 
 
 def check_config(cfg: Config) -> ModelPlace:
-  """Finds the model of `load_parameters_path` or `load_full_state_path`; reads only configurations.
-
-  Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
-  """
+  """Finds the model that a run begins with; reads only configurations. Raises ConfigError for another than `cfg`'s."""
   key, path = cfg.checkpoint.given_by, cfg.checkpoint.given
   place = model_path.find(path, key)
   if place.config is None:

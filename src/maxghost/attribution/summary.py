@@ -26,8 +26,7 @@ NAN = math.nan
 MAX_HASHED_DOCUMENTS = 200_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
   """The value of a group of rows. contribution and half_width (95 %) in nats; loss in nats per token.
 
   relative: contribution over the average of the same shares of the same steps; NaN where that is not positive. path,
@@ -61,8 +60,7 @@ class Value:
     return f"{self.domain} · {self.path}" + (f" @ {self.offset}" if self.offset else "")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(NamedTuple):
   """The predicted and the measured drop of the validation loss in nats, over the same steps.
 
   columns: parts of the prediction by the log's names; None if not logged. steps: those counted. predicted_S: per step,
@@ -108,8 +106,7 @@ class HeatMap(NamedTuple):
   value_RD: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PassTable:
+class PassTable(NamedTuple):
   """Value by pass over the data, from entry 0; the last entry also holds all later passes. contribution_EK: nats.
 
   expected_EK: nats of the same shares of the batch losses at the average value of their domain in the same part of the

@@ -1,7 +1,4 @@
-"""`Checkpoint`, the canonical form of a checkpoint, and how each layout is read into it.
-
-docs/checkpoints.md has the table of layouts. Writing, comparing and listing work on `Checkpoint` alone.
-"""
+"""`Checkpoint`, the canonical form of a checkpoint, and how each layout (see docs/checkpoints.md) is read into it."""
 
 import contextlib
 import math

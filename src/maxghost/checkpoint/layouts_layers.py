@@ -140,12 +140,10 @@ def leaf_text(leaf: LeafId) -> str:
 
 
 def find_containers(nodes: Mapping[Path, object], names: Iterable[str] = (), stacked: bool = True) -> dict[Path, str]:
-  """{container path: form} of the outermost layer containers.
+  """{container path: form} of the outermost layer containers of a tree by path.
 
-  Args:
-    nodes: A tree by path.
-    names: Containers known beforehand, by last name ('tower') or path ('decoder/tower').
-    stacked: Whether a container without index (`layers`) holds stacked arrays.
+  names: containers known beforehand, by last name ('tower') or path ('decoder/tower'). stacked: whether a container
+  without index (`layers`) holds stacked arrays.
   """
 
   def is_known(prefix: Path, name: str) -> bool:

@@ -48,10 +48,7 @@ class TensorRule:
 
 
 def table(theirs: str, ours: str, lines: str) -> tuple[TensorRule, ...]:
-  """Rules from lines of `tensor parameters shape [when]`, which configs/tensors.txt explains.
-
-  theirs, ours: what the names of the tensors and the paths of the parameters begin with.
-  """
+  """Rules from lines as in configs/tensors.txt. theirs, ours: what tensors' names and parameters' paths begin with."""
   rules = []
   for line in map(str.split, lines.splitlines()):
     if not line or line[0] == "#":

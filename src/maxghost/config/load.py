@@ -1,7 +1,4 @@
-"""Reads a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts.
-
-The problems of all sources are raised as one ConfigError. The origin of each value is kept.
-"""
+"""Reads a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts."""
 
 import contextlib
 import dataclasses

@@ -108,7 +108,7 @@ _FOREIGN = " is a MaxText key that maxghost does not have"
 
 @functools.cache
 def _maxtext() -> dict[str, Any]:
-  """configs/maxtext/keys.yml: MaxText's keys that the schema lacks, and what to say of some of them."""
+  """MaxText's keys that the schema lacks, and what to say of some of them."""
   return read_table("maxtext/keys.yml")
 
 
