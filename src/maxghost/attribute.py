@@ -92,11 +92,10 @@ def main(argv: list[str] | None = None) -> int:
   corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data else None
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
-  if asked:
-    for name in asked.domains:
-      queries[name], total = asked.sample(name, args.query_rows)
-      if total > args.query_rows:
-        print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
+  for name in asked.domains if asked else ():
+    queries[name], total = asked.sample(name, args.query_rows)
+    if total > args.query_rows:
+      print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
   if args.index:
     return _index(args, cfg, paths, corpus, asked, queries, step_rows)
   return _exact(args, cfg, paths, corpus, queries, step_rows)
@@ -105,8 +104,7 @@ def main(argv: list[str] | None = None) -> int:
 def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
   """The run's configuration for single scored steps, with the name of the optimizer's direction in place of auto.
 
-  A step of fewer rows is not accumulated. Checkpoints without optimizer state have no own direction, and the learning
-  rate of a warmed-up run.
+  Fewer rows are not accumulated. Checkpoints without optimizer state have the learning rate of a warmed-up run.
   """
   direction = args.direction or cfg.ghost.ghost_direction
   changes: dict[str, Any] = {} if args.index or not args.rows else {"gradient_accumulation_steps": 1}
@@ -136,8 +134,6 @@ def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) ->
     raise ConfigError(f"{bare[0]} holds no optimizer state, whose moments --method less needs")
   if args.direction:
     raise ConfigError(f"--direction {args.direction}: --method less has its own direction; leave it out")
-  if (rows := plugins.OBJECTIVES[cfg.optimizer.objective].rows_per_unit) > 1:
-    raise ConfigError(f"--method less scores single rows; objective={cfg.optimizer.objective} scores {rows} together")
 
 
 def has_optimizer(path: Path) -> bool:

@@ -30,7 +30,7 @@ REQUIRED = ("tokens", "loss", "dot", "contribution")
 class Interval:
   """Steps without a final file. before: steps and rows before them, None unknown. replaced: an early flush's file."""
 
-  def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple | None, fields: Sequence[str], parts=()):
+  def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple | None, fields: Sequence[str], parts):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
     self._dtype = fmt.row_dtype(num_sets, fields=fields, parts=parts)
     self._columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(parts))
