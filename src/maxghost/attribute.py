@@ -92,10 +92,11 @@ def main(argv: list[str] | None = None) -> int:
   corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data else None
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
-  for name in asked.domains if asked else ():
-    queries[name], total = asked.sample(name, args.query_rows)
-    if total > args.query_rows:
-      print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
+  if asked:
+    for name in asked.domains:
+      queries[name], total = asked.sample(name, args.query_rows)
+      if total > args.query_rows:
+        print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
   if args.index:
     return _index(args, cfg, paths, corpus, asked, queries, step_rows)
   return _exact(args, cfg, paths, corpus, queries, step_rows)

@@ -100,7 +100,6 @@ class GroupSums:
 
   def __init__(self, log: ScoreLog, by: str):
     self._log, self._by, self._columns = log, by, GROUPINGS.get(by, (by,))
-    self._num_sets = len(log.val_sets)
     self._text = "path" if "path" in self._columns else by if by in log.fields else None
     self._index: dict[str, int] = {}  # of the texts
     self._shard = None
@@ -129,7 +128,7 @@ class GroupSums:
 
   def result(self) -> Groups:
     """Sorted by key: domain, then path, then offset; or step; or a field."""
-    num_domains, num_sets = max(len(self._log.domains), 1), self._num_sets
+    num_domains, num_sets = max(len(self._log.domains), 1), len(self._log.val_sets)
     none = np.zeros(0, np.int64)
     code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 3 * num_sets)))
     keys: dict[str, Labels | np.ndarray] = {}

@@ -190,10 +190,8 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
         others.append((level, key, value, given.origin))
         continue
       if layer is layers[1] and key in base and key not in broken and value != flat[key] != known[key].default:
-        instead = (
-          f"{values.shown(value)} of the model file ({given.origin}); give {key}= on the command line to keep it"
-        )
-        notes.append(f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {instead}")
+        said = f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {values.shown(value)} of the model"
+        notes.append(f"{said} file ({given.origin}); give {key}= on the command line to keep it")
       flat[key], origins[key], level_of[key] = value, given.origin, level
   for level, key, value, origin in others:
     for target, changed in renamed.OTHER[key].fold(value, flat).items():
