@@ -302,9 +302,10 @@ def made_with() -> dict[str, str]:
 
 def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
   """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype."""
-  kinds = [{name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()} for leaves in (stored, wanted)]
-  both = [(name, *(kind[name] for kind in kinds)) for name in sorted(wanted.keys() & stored.keys())]
-  unlike = [f"{name} is {have} there and {want} in the model" for name, have, want in both if have != want]
+  unlike = []
+  for name in sorted(wanted.keys() & stored.keys()):
+    have, want = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in (stored[name], wanted[name]))
+    unlike += [f"{name} is {have} there and {want} in the model"] if have != want else []
   missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
   if text := misfit(path, sorted(missing), sorted(extra), unlike):
     raise CheckpointError(text)
