@@ -82,10 +82,9 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
   place, found = find(path, key="distill_teacher")
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
-    there, here = (found.model.vocab_size, its.name), (cfg.model.vocab_size, own.name)
     raise ConfigError(
-      f"distill_teacher={path} has another vocabulary ({there[0]} entries, tokenizer {there[1]}) than the run "
-      f"({here[0]}, {here[1]}); use a teacher with the same tokenizer and vocab_size"
+      f"distill_teacher={path} has another vocabulary ({found.model.vocab_size} entries, tokenizer {its.name}) than "
+      f"the run ({cfg.model.vocab_size}, {own.name}); use a teacher with the same tokenizer and vocab_size"
     )
   return found.model, lambda wanted: _open_given("distill_teacher", path, place, found, {"model": wanted})
 
