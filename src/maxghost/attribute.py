@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxghost import cli, config
+from maxghost import config
 from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
-from maxghost.config.values import shown
+from maxghost.config.values import guarded, printable, shown
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
 
@@ -35,7 +35,6 @@ COMPILING = "Compiling, which takes seconds to minutes; then the documents are s
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  """The command line."""
   parser = Parser("maxghost attribute", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
@@ -51,11 +50,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--query-rows", type=int, default=8, metavar="N", help="rows of each query that are used (8)")
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
-  _check(args)
-  return args
-
-
-def _check(args: argparse.Namespace) -> None:
   refuse_unknown(f"--method {args.method}: unknown", args.method, ("", *METHODS))
   if args.method and not args.index:
     raise ConfigError(f"--method {args.method} works on an index: give --index DIR")
@@ -72,14 +66,13 @@ def _check(args: argparse.Namespace) -> None:
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
   if args.output and args.output.is_dir() and any(args.output.iterdir()):
     raise ConfigError(f"--output {args.output} is not empty; give a new folder")
+  return args
 
 
+@guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return cli.guard(lambda: _run(parse(argv)))
-
-
-def _run(args: argparse.Namespace) -> int:
+  args = parse(argv)
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
   own = plugins.OBJECTIVES[cfg.optimizer.objective]
@@ -112,8 +105,7 @@ def _run(args: argparse.Namespace) -> int:
 def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
   """The run's configuration for single scored steps, with the name of the optimizer's direction in place of auto.
 
-  A step of fewer rows is not accumulated. Checkpoints without optimizer state have no own direction, and the learning
-  rate of a warmed-up run.
+  Fewer rows are not accumulated. Checkpoints without optimizer state have the learning rate of a warmed-up run.
   """
   direction = args.direction or cfg.ghost.ghost_direction
   changes: dict[str, Any] = {} if args.index or not args.rows else {"gradient_accumulation_steps": 1}
@@ -128,11 +120,8 @@ def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]
   if args.direction or cfg.ghost.curvature == "secant":
     changes["ghost_curvature"] = "none"
   if cfg.ghost.curvature == "secant" and not args.direction:
-    print(
-      "maxghost: the run's ghost_curvature=secant needs the queries' gradient of the step before: these scores are of "
-      "first order",
-      file=sys.stderr,
-    )
+    needs = "needs the queries' gradient of the step before: these scores are of first order"
+    print(f"maxghost: the run's ghost_curvature=secant {needs}", file=sys.stderr)
   return config.replace(
     cfg, ghost_enabled=True, ghost_direction=direction, ghost_select="none", ghost_reweight=(), ghost_every=1,
     ghost_val_every=1, ghost_val_sets=(), ghost_val_fraction=0.5, ghost_detail="total", offload_to_host=(), **changes,
@@ -140,19 +129,15 @@ def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]
 
 
 def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> None:
-  """Refuses what LESS is not defined for."""
   if cfg.optimizer.opt_type != "adamw":
     raise ConfigError(f"--method less needs the moments of AdamW; the run has opt_type={cfg.optimizer.opt_type}")
   if bare := [path for path in paths.values() if not has_optimizer(path)]:
     raise ConfigError(f"{bare[0]} holds no optimizer state, whose moments --method less needs")
   if args.direction:
     raise ConfigError(f"--direction {args.direction}: --method less has its own direction; leave it out")
-  if (rows := plugins.OBJECTIVES[cfg.optimizer.objective].rows_per_unit) > 1:
-    raise ConfigError(f"--method less scores single rows; objective={cfg.optimizer.objective} scores {rows} together")
 
 
 def has_optimizer(path: Path) -> bool:
-  """Whether a checkpoint holds the optimizer's state."""
   from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
   from maxghost.interop.huggingface import open_tree
 
@@ -212,24 +197,24 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   from maxghost.attribution import offline
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
-  from maxghost.config.values import printable
 
   method = args.method or offline.CONTRIBUTION
   if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
   if corpus is not None:
-    rows = args.rows or SKETCHED_ROWS
-    at = points(cfg, paths)
+    rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths)
     print(COMPILING, flush=True)
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0
   about = offline.open_index(args.index, list(paths))
-  if args.method and method != about.get("method", offline.CONTRIBUTION):
-    raise ConfigError(f"--method {method}: the index was written with --method {about.get('method')}; leave it out")
-  is_less = about.get("method") == offline.LESS
-  unit = offline.LESS_UNIT if is_less else offline.UNIT
+  written = about.get("method", offline.CONTRIBUTION)
+  if args.method not in ("", written):
+    raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
+  unit, way = offline.UNIT, f"direction {about['direction']}"
+  if written == offline.LESS:
+    unit, way = offline.LESS_UNIT, "LESS"
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
@@ -237,9 +222,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   print("Compiling the query's pass, which takes seconds to minutes", flush=True)
   found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
   for name, chunks in found.items():
-    how = "LESS" if is_less else f"direction {about['direction']}"
-    how = f"{how}, estimated from {about['directions']} random directions"
-    print(f"\nnearest to '{name}': {unit}\n({how})")
+    print(f"\nnearest to '{name}': {unit}\n({way}, estimated from {about['directions']} random directions)")
     for chunk in chunks:
       value, error = chunk["contribution"], chunk["standard_error"]
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
@@ -249,7 +232,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
     about = {key: about[key] for key in ("direction", "directions", "checkpoints")}
-    about |= {"unit": unit, "method": offline.LESS if is_less else offline.CONTRIBUTION}
+    about |= {"unit": unit, "method": written}
     write_output(args.output, json.dumps(about | {"queries": found}, ensure_ascii=False, indent=1) + "\n")
   return 0
 
@@ -261,8 +244,7 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
   for path in given:
     run, folder = path.resolve(), path / "checkpoints"
     if folder.is_dir():
-      found = {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}
-      if not found:
+      if not (found := {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}):
         raise ConfigError(f"{path}: no checkpoint in {folder}")
     elif path.is_dir() and path.name.isdecimal():
       run, found = run.parents[1], {int(path.name): path}
@@ -282,10 +264,7 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
 
 
 def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
-  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. JAX is imported here.
-
-  Raises ConfigError for one that does not fit the configuration.
-  """
+  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. Raises ConfigError."""
   import jax
   import numpy as np
 

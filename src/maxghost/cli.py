@@ -1,8 +1,7 @@
 """The console script `maxghost`, and how its commands read arguments and report mistakes in one line each.
 
 A command is a module with `main(argv: list[str] | None = None) -> int`. A command with a configuration calls
-`cli.run_command(_run, argv, "train")` there and imports JAX inside `_run`, so that wrong keys are reported before JAX
-starts.
+`cli.run_command(_run, argv, "train")` there and imports JAX inside `_run`: wrong keys are reported before JAX starts.
 """
 
 import importlib
@@ -14,7 +13,7 @@ from pathlib import Path
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
 from maxghost.config.help import list_values, print_help
-from maxghost.config.values import guard
+from maxghost.config.values import guarded
 
 USER_ERROR = ConfigError.exit_code
 
@@ -41,12 +40,11 @@ usage: maxghost {verb} [config.yml] [key=value ...]
        maxghost {verb} [...] --print_config   every value and where it comes from; nothing runs"""
 
 
+@guarded("maxghost")
 def run_command(
-  work: Callable[..., int | None],
-  argv: Sequence[str] | None = None,
-  verb: str = "train",
+  work: Callable[..., int | None], argv: Sequence[str] | None = None, verb: str = "train",
   switches: Mapping[str, str] | None = None,
-) -> int:
+) -> int | None:  # fmt: skip
   """Parses `[config.yml] [key=value ...] [--print_config] [--help [key]]` and runs `work(cfg)`.
 
   Args:
@@ -58,13 +56,7 @@ def run_command(
   Returns:
     The exit code of `work` (None = 0), or 2 for wrong input; nothing has been written then.
   """
-  arguments = list(sys.argv[1:] if argv is None else argv)
-  return guard(lambda: _run_command(work, arguments, verb, switches or {}))
-
-
-def _run_command(
-  work: Callable[..., int | None], arguments: list[str], verb: str, switches: Mapping[str, str]
-) -> int | None:
+  arguments, switches = list(sys.argv[1:] if argv is None else argv), switches or {}
   for position, text in enumerate(arguments):
     flag, _, key = text.partition("=")
     if flag in ("--help", "-h"):
@@ -91,10 +83,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     if text.startswith("-"):
       key, equals, value = text.lstrip("-").partition("=")
       key = key.replace("-", "_")
-      if key in fields():
-        problems.append(f"'{text}': keys are written without dashes: {key}={value if equals else 'VALUE'}")
-      else:
-        problems.append(f"unknown flag '{text}'{did_you_mean(key, ['help', 'print_config', *fields()])}")
+      hint = did_you_mean(key, ["help", "print_config", *fields()])
+      plain = f"'{text}': keys are written without dashes: {key}={value if equals else 'VALUE'}"
+      problems.append(plain if key in fields() else f"unknown flag '{text}'{hint}")
     elif "=" in text:
       overrides.append(text)
     else:
@@ -119,21 +110,14 @@ def _exists(module: str) -> bool:
   return any((Path(folder) / "__main__.py").is_file() for folder in spec.submodule_search_locations or ())
 
 
+@guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """`maxghost VERB ...`: passes the remaining arguments to the verb's module."""
-  return guard(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
-
-
-def _main(arguments: list[str]) -> int:
-  verbs = available_verbs()
+  arguments, verbs = list(sys.argv[1:] if argv is None else argv), available_verbs()
   if not arguments or arguments[0] in ("-h", "--help", "help"):
     width = max(map(len, verbs), default=0)
-    print(
-      "usage: maxghost COMMAND [...]",
-      "",
-      *(f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items()),
-      sep="\n",
-    )
+    lines = (f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())
+    print("usage: maxghost COMMAND [...]", "", *lines, sep="\n")
     print("\nmaxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.")
     return 0 if arguments else USER_ERROR
   if arguments[0] in ("-V", "--version"):

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxghost import cli
 from maxghost.config import Config, ConfigError, did_you_mean
 from maxghost.config.arguments import Parser
-from maxghost.config.values import printable
+from maxghost.config.values import guarded, printable
 
 EXAMPLES = """\
 examples:
@@ -34,10 +33,10 @@ def from_keys(arguments: list[str]) -> list[str]:
   if not typed and not any(name == "load_parameters_path" and equals for name, equals, _ in pairs):
     return arguments
   given = {name: value for name, equals, value in pairs if equals}
-  for name, equals, _ in pairs:
-    if not equals or name not in (*KEYS, "load_parameters_path"):
-      hint = did_you_mean(name, (*KEYS, "load_parameters_path"))
-      raise ConfigError(f"{name!r} is not a key of generate{hint}; it reads load_parameters_path, {', '.join(KEYS)}")
+  known = ("load_parameters_path", *KEYS)
+  for name in (name for name, equals, _ in pairs if not equals or name not in known):
+    hint = did_you_mean(name, (*KEYS, "load_parameters_path"))
+    raise ConfigError(f"{name!r} is not a key of generate{hint}; it reads {', '.join(known)}")
   if not given.get("load_parameters_path"):
     raise ConfigError("load_parameters_path is missing: the run, checkpoint or folder of the model to generate with")
   flags = [part for name, value in given.items() if name in KEYS for part in (KEYS[name], value)]
@@ -58,9 +57,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")
-  add(
-    "--adapter", default="", metavar="FOLDER", help="LoRA adapter to merge in: folder of PEFT, or a run with lora_rank"
-  )
+  lora = "LoRA adapter to merge in: folder of PEFT, or a run with lora_rank"
+  add("--adapter", default="", metavar="FOLDER", help=lora)
   add("--chat", action="store_true", help="each prompt is the question of a user, in the model's chat template")
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
@@ -71,12 +69,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   return args
 
 
+@guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
-  return cli.guard(lambda: _run(parse(argv)))
-
-
-def _run(args: argparse.Namespace) -> int:
+  args = parse(argv)
   from maxghost import load_model
   from maxghost.data.conversations import Rendering
   from maxghost.data.tokenizers import load_tokenizer
@@ -113,13 +109,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-  texts = list(args.prompt)
-  if args.prompts:
-    try:
-      texts += args.prompts.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-      raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
-  if not texts:
+  try:
+    lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else []
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
+  if not (texts := [*args.prompt, *lines]):
     raise ConfigError('no prompt: give --prompt "some text", or --prompts FILE')
   if args.max_new_tokens < 1:
     raise ConfigError(f"--max_new_tokens {args.max_new_tokens}: at least 1")
@@ -130,10 +124,10 @@ def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
   needed = longest + args.max_new_tokens
   if args.cache and args.cache < needed:
     raise ConfigError(f"--cache {args.cache}: the longest prompt and --max_new_tokens need {needed}")
-  most = cfg.model.trainable_position_size
-  if most > 0 and needed > most:
+  most = cfg.model.trainable_position_size if cfg.model.trainable_position_size > 0 else sys.maxsize
+  if needed > most:
     raise ConfigError(f"a prompt of {longest} tokens and {args.max_new_tokens} more: the model has {most} positions")
-  return min(args.cache or needed, most) if most > 0 else args.cache or needed
+  return min(args.cache or needed, most)
 
 
 class Row:

@@ -21,17 +21,10 @@ from maxghost.interop.model_path import ModelPlace
 def find(
   path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes
 ) -> tuple[ModelPlace, Config]:
-  """(where the model is, its configuration); reads no parameters.
+  """(where the model is, its configuration, with `changes`); reads no parameters. Raises ConfigError.
 
-  Args:
-    path: of the model.
-    config_file: for a checkpoint without a configuration, or one that must agree with it.
-    otherwise: a configuration for a model that has none.
-    key: that gave the path, for errors.
-    **changes: keys of the configuration to replace.
-
-  Raises:
-    ConfigError: if there is no model or no configuration, or the configurations differ.
+  config_file: for a checkpoint without a configuration, or one that must agree with it. otherwise: a configuration for
+  a model that has none. key: that gave the path, for errors.
   """
   place = model_path.find(path, key)
   if config_file is None and place.config is None:
@@ -45,10 +38,7 @@ def find(
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
-  """(graphdef, state) of the model. JAX is imported here. Raises ConfigError for parameters that do not fit.
-
-  adapter: as in `open_parameters`. That of a run with adapters is merged into its base.
-  """
+  """(graphdef, state) of the model, with its own adapters or `adapter` merged in. Imports JAX. Raises ConfigError."""
   from flax import nnx
 
   from maxghost import adapters
@@ -57,12 +47,11 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
 
   configure_jax(cfg)
   if cfg.adapter.lora_rank:
-    if not cfg.checkpoint.load_parameters_path:
-      raise ConfigError(
-        f"{place.tree} holds adapters of a model that was made from init_weights_seed; there is no base"
-      )
-    base = model_path.find(cfg.checkpoint.load_parameters_path, "load_parameters_path")
-    place, adapter, cfg = base, adapter or str(place.tree), plain(cfg)
+    adapter, given = adapter or str(place.tree), cfg.checkpoint.load_parameters_path
+    if not given:
+      made = "a model that was made from init_weights_seed"
+      raise ConfigError(f"{place.tree} holds adapters of {made}; there is no base")
+    place, cfg = model_path.find(given, "load_parameters_path"), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
   tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
@@ -70,10 +59,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
 
 
 def check_config(cfg: Config) -> ModelPlace:
-  """Finds the model of `load_parameters_path` or `load_full_state_path`; reads only configurations.
-
-  Raises ConfigError if there is none, and with every differing key if it is not the model of `cfg`.
-  """
+  """Finds the model that a run begins with; reads only configurations. Raises ConfigError for another than `cfg`'s."""
   key, path = cfg.checkpoint.given_by, cfg.checkpoint.given
   place = model_path.find(path, key)
   if place.config is None:
@@ -83,8 +69,8 @@ def check_config(cfg: Config) -> ModelPlace:
     own = f"begin with its own: maxghost train {place.config_file} {key}={path} run_name=NAME"
     if huggingface.is_huggingface(place.tree):
       own = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
-    way_out = f"; set these keys as they are there, or {own}"
-    raise ConfigError(f"{key}={path} is another model ({place.config_file}): {listed}{way_out}")
+    said = f"{key}={path} is another model ({place.config_file}): {listed}"
+    raise ConfigError(f"{said}; set these keys as they are there, or {own}")
   return place
 
 
@@ -108,19 +94,14 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
   given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
   with naming("load_full_state_path", given):
     step = read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step
+  said = f"load_full_state_path={given}"
   if step is None:
-    raise LayoutError(
-      f"load_full_state_path={given} does not say how many steps it has taken; use load_parameters_path"
-    )
+    raise LayoutError(f"{said} does not say how many steps it has taken; use load_parameters_path")
   if (first := int(step.read(None))) >= cfg.run.steps:
-    raise ConfigError(
-      f"load_full_state_path={given} has taken {first} steps; use steps={2 * first}, or another above it"
-    )
+    raise ConfigError(f"{said} has taken {first} steps; use steps={2 * first}, or another above it")
   if first % every:
-    raise ConfigError(
-      f"ghost_val_every={every}: load_full_state_path={given} keeps no validation gradient of its {first} steps; use a "
-      f"divisor of {first}"
-    )
+    said = f"ghost_val_every={every}: {said}"
+    raise ConfigError(f"{said} keeps no validation gradient of its {first} steps; use a divisor of {first}")
 
 
 def open_parameters(
@@ -133,15 +114,11 @@ def open_parameters(
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
-    raise LayoutError(
-      f"{place.tree} is a checkpoint of MaxText; how MaxText scales query weights is not known for "
-      f"decoder_block={cfg.model.decoder_block}"
-    )
+    unknown = f"how MaxText scales query weights is not known for decoder_block={cfg.model.decoder_block}"
+    raise LayoutError(f"{place.tree} is a checkpoint of MaxText; {unknown}")
   if not values_from:
-    raise LayoutError(
-      f"{place.tree}: nothing tells whether MaxText or maxghost scaled the query weights; write a copy that does with "
-      "maxghost checkpoint rescale"
-    )
+    what = "nothing tells whether MaxText or maxghost scaled the query weights"
+    raise LayoutError(f"{place.tree}: {what}; write a copy that does with maxghost checkpoint rescale")
   head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
   return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
 

@@ -4,13 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxghost import attribution, cli
+from maxghost import attribution
 from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
+from maxghost.config.values import guarded
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  """The command line."""
   parser = Parser("maxghost report", description=__doc__)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run: <base_output_directory>/<run_name>")
@@ -28,12 +28,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   return args
 
 
+@guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return cli.guard(lambda: _run(parse(argv)))
-
-
-def _run(args: argparse.Namespace) -> int:
+  args = parse(argv)
   if args.watch:
     from maxghost.attribution import live
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost import attribution, cli
+from maxghost import attribution
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
-from maxghost.config.values import printable
+from maxghost.config.values import guarded, printable
 
 FORMATS = ("table", "json", "csv", "parquet", "ids")
 FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default
@@ -36,7 +36,6 @@ examples:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  """The command line."""
   parser = Parser("maxghost scores", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
@@ -68,18 +67,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raise ConfigError(f"--keep {args.keep}: a share of the documents above 0% and up to 100%, such as 5%")
   if args.keep and args.by not in ("domain", "document", "id"):
     raise ConfigError(f"--by {args.by}: --keep writes the ids of documents, or with --by id those of records")
-  for flag, asked in (("--format parquet", args.format == "parquet"), ("--drop-below", args.drop_below is not None)):
-    if asked and args.output is None:
-      raise ConfigError(f"{flag} needs --output FILE")
+  if args.output is None and (args.format == "parquet" or args.drop_below is not None):
+    raise ConfigError(f"{'--format parquet' if args.format == 'parquet' else '--drop-below'} needs --output FILE")
   return args
 
 
+@guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
-  return cli.guard(lambda: _run(parse(argv)))
-
-
-def _run(args: argparse.Namespace) -> int:
+  args = parse(argv)
   from rich.console import Console
 
   from maxghost.attribution import output, query
@@ -99,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
   if args.export:
     from maxghost.scorelog.export import to_parquet
 
-    print("\n".join(map(str, to_parquet(log, args.output or args.run_dir / "parquet"))))
+    print(*to_parquet(log, args.output or args.run_dir / "parquet"), sep="\n")
     return 0
   by, top, bottom = args.by, args.top, args.bottom
   if args.drop_below is not None or args.keep:
@@ -108,8 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     top = bottom = SHOWN
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
-  for note in answer.notes:
-    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+  _note(answer.notes)
   if args.drop_below is not None:
     return _drop(args, answer)
   if args.keep:
@@ -130,6 +125,16 @@ def _run(args: argparse.Namespace) -> int:
   return 0
 
 
+def _note(notes: list[str]) -> None:
+  for note in notes:
+    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+
+
+def _token_share(answer: attribution.Answer, chosen) -> float:
+  tokens = np.asarray(answer.columns["tokens"])
+  return tokens[chosen].sum() / max(tokens.sum(), 1)
+
+
 def _ids(answer: attribution.Answer, names: tuple[str, ...], chosen) -> str:
   """Those of the chosen groups, one JSON object a line."""
   keys = zip(*(np.asarray(answer.columns[name])[chosen].tolist() for name in names), strict=True)
@@ -144,11 +149,10 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
     raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
   dropped = values < args.drop_below
   write_output(args.output, _ids(answer, DOCUMENT, dropped))
-  tokens, nats = np.asarray(answer.columns["tokens"]), np.asarray(answer.columns["contribution"])[dropped].sum()
-  share = tokens[dropped].sum() / max(tokens.sum(), 1)
   if not dropped.any():
     print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
     return 0
+  share, nats = _token_share(answer, dropped), np.asarray(answer.columns["contribution"])[dropped].sum()
   print(
     f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats; to "
     f"train without them: dataset_exclude_file={args.output}"
@@ -171,14 +175,12 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
     notes.append(f"{unscored:,} of {total:,} documents to train on were not scored, and are not kept")
   if more:
     notes.append(f"{more:,} more have the score of the last one kept, {bound:.4g}; the first by id are kept")
-  for note in notes:
-    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+  _note(notes)
   if args.output is None:
     sys.stdout.write(lines)
     return 0
   write_output(args.output, lines)
-  tokens = np.asarray(answer.columns["tokens"])
-  share = tokens[:count].sum() / max(tokens.sum(), 1)
+  share = _token_share(answer, slice(count))
   print(
     f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens, scores from "
     f"{bound:+.4g} up; to train on them alone: dataset_include_file={args.output}"

@@ -59,7 +59,6 @@ class TensorBoard:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-  """Its finite numbers, without the step."""
   return {n: v for n, v in record.items() if isinstance(v, (int, float)) and math.isfinite(v) and n != "step"}
 
 

@@ -12,6 +12,7 @@ import pytest
 import maxghost
 from maxghost import cli, config, train
 from maxghost.config import values
+from maxghost.config.values import guard
 
 
 def command(*argv):
@@ -45,7 +46,7 @@ def test_problems_found_later_by_the_command_exit_2_too(capsys):
   assert cli.run_command(work, []) == 2
   assert capsys.readouterr().err == "maxghost: run_name=base: exists\nmaxghost: steps: differ\n"
   with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback
-    cli.guard(lambda: 1 // 0)
+    guard(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_a_command_within_another_is_named(capsys):
   for outer, names in cli.WITHIN.items():
     for name in names:
       with pytest.raises(SystemExit):
-        cli._main([outer, name, "--help"])
+        cli.main([outer, name, "--help"])
       assert capsys.readouterr().out.startswith(f"usage: maxghost {outer} {name}")
 
 

@@ -25,6 +25,7 @@ from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.checkpoint.manager import CheckpointError
 from maxghost.config import ConfigError
+from maxghost.config.values import guard
 from maxghost.data import prepare, prepared
 from maxghost.data.sources import synthetic
 from maxghost.training.score_recorder import ScoreLogError
@@ -330,4 +331,4 @@ def test_one_guard_turns_faults_into_a_line(error, code, said, capsys):
   def work():
     raise error
 
-  assert cli.guard(work) == code and capsys.readouterr().err == said
+  assert guard(work) == code and capsys.readouterr().err == said

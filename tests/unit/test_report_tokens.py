@@ -43,7 +43,7 @@ def test_the_larger_exposure_in_characters(run_dir):
   write(run_dir, 9, 0.5)
   write(run_dir, 10, -2.0)
   key = ("words", "x", 5)
-  found, messages = token_values.find(run_dir, [[key], [("words", "absent", 0)]])
+  found, messages = token_values.find(run_dir, [[key], [("words", "absent", 0)]], {}, False)
   assert not messages and set(found) == {(0, key)}
   marked = found[0, key]
   assert marked.step == 10 and marked.pieces == ("n", "é", "!", token_values.END)
@@ -82,5 +82,5 @@ def test_a_run_without_a_readable_tokenizer_says_so(run_dir, tmp_path):
   shutil.copytree(run_dir, copy)
   write(copy, 1, 1.0)
   (copy / "config.yml").unlink()
-  found, messages = token_values.find(copy, [[("words", "x", 5)], []])
+  found, messages = token_values.find(copy, [[("words", "x", 5)], []], {}, False)
   assert not found and len(messages) == 1 and "cannot be shown" in messages[0]

@@ -39,9 +39,9 @@ class Labels:
 class Groups:
   """Sums per group, sorted by key.
 
-  keys: the columns that name a group, Labels or int64 [G]. exposures: number of rows. tokens: target tokens. share: sum
-  of the shares of the batch losses. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum
-  of the squared contributions. in_all_GK: as `ScoreLog.in_all`, NaN where unknown.
+  keys: the columns that name a group, Labels or int64 [G]. exposures: number of rows. share: sum of the shares of the
+  batch losses. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum of the squared
+  contributions. in_all_GK: as `ScoreLog.in_all`, NaN where unknown.
   """
 
   keys: dict[str, Labels | np.ndarray]
@@ -100,7 +100,6 @@ class GroupSums:
 
   def __init__(self, log: ScoreLog, by: str):
     self._log, self._by, self._columns = log, by, GROUPINGS.get(by, (by,))
-    self._num_sets = len(log.val_sets)
     self._text = "path" if "path" in self._columns else by if by in log.fields else None
     self._index: dict[str, int] = {}  # of the texts
     self._shard = None
@@ -129,24 +128,23 @@ class GroupSums:
 
   def result(self) -> Groups:
     """Sorted by key: domain, then path, then offset; or step; or a field."""
-    num_domains, num_sets = max(len(self._log.domains), 1), self._num_sets
+    num_domains, num_sets = max(len(self._log.domains), 1), len(self._log.val_sets)
     none = np.zeros(0, np.int64)
     code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 3 * num_sets)))
     keys: dict[str, Labels | np.ndarray] = {}
     if self._by == "step":
       keys["step"] = code
-    else:
-      if "domain" in self._columns:
-        keys["domain"] = _labels(code % num_domains, self._log.domains)
-      if self._text:
-        keys[self._text] = _labels(code // num_domains, self._index)
-      if "offset" in self._columns:
-        keys["offset"] = offset
-    counts = (sums[:, 0].astype(np.int64), sums[:, 1].astype(np.int64))
+    if "domain" in self._columns:
+      keys["domain"] = _labels(code % num_domains, self._log.domains)
+    if self._text:
+      keys[self._text] = _labels(code // num_domains, self._index)
+    if "offset" in self._columns:
+      keys["offset"] = offset
+    exposures, tokens = sums[:, :2].T.astype(np.int64)
     per_set = [sums[:, start : start + num_sets] for start in range(4, sums.shape[1], num_sets)]
     if not self._log.knows_in_all:
       per_set = [*per_set[:2], np.full_like(per_set[0], np.nan)]
-    groups = Groups(keys, *counts, sums[:, 2], sums[:, 3], *per_set)
+    groups = Groups(keys, exposures, tokens, sums[:, 2], sums[:, 3], *per_set)
     ranks = (keys[name] for name in reversed(self._columns))
     return groups.take(np.lexsort([key.code if isinstance(key, Labels) else key for key in ranks]))
 
@@ -216,8 +214,7 @@ def _reduce(code: np.ndarray, offset: np.ndarray | None, values: np.ndarray):
 
 
 def _merge(parts):
-  code, offset, sums = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-  return _reduce(code, offset, sums)
+  return _reduce(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def _labels(code: np.ndarray, names) -> Labels:

@@ -35,8 +35,7 @@ class Corpus:
     self.source = text.load(expand(key, patterns), keys, own=own)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
-    split = Split(self.source, (), 0.0, 0)
-    make = units_of(data, self.tokenizer, records)
+    make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
     self._units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
 
   @property

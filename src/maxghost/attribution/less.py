@@ -29,6 +29,17 @@ from maxghost.training.scoring import excluded
 _SEED = 1402
 
 
+def twin_of(cfg: Config, corpus: Corpus, num_rows: int):
+  """(graph definition of the train state, objective, twin of the model that sketches batches of the corpus)."""
+  graphdef, abstract = state.abstract_split(cfg)
+  model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
+  twin = prepare_twin(
+    model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
+    spec=SPEC, exclude=excluded(cfg, model),
+  )  # fmt: skip
+  return graphdef, objective, twin
+
+
 class Less:
   """Has the methods of `offline.Sketcher`. The mean over R of the products of its sketches is the cosine.
 
@@ -36,13 +47,8 @@ class Less:
   """
 
   def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
-    graphdef, abstract = state.abstract_split(cfg)
-    model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
+    graphdef, objective, twin = twin_of(cfg, corpus, num_rows)
     rule, num_slots = optimizers.AdamW.from_config(cfg.optimizer), corpus.layout.max_segments
-    twin = prepare_twin(
-      model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
-      spec=SPEC, exclude=excluded(cfg, model),
-    )  # fmt: skip
     labels = [param.label for param in twin.scored]
 
     def projected(key, gradients: dict):

@@ -49,8 +49,7 @@ class LiveServer(http.server.ThreadingHTTPServer):
 
   def version(self) -> str:
     """Digest of the names, sizes and times of the report's input files; it changes when the run has written."""
-    files = [*(self._run_dir / "ghost").glob("**/*"), self._run_dir / "metrics.jsonl"]
-    known = []
+    files, known = [*(self._run_dir / "ghost").glob("**/*"), self._run_dir / "metrics.jsonl"], []
     for path in sorted(path for path in files if path.suffix in (".npz", ".jsonl")):
       with contextlib.suppress(FileNotFoundError):  # replaced by a longer file this very moment
         status = path.stat()
@@ -89,9 +88,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   def _send(self, kind: str, text: str):
     body = text.encode("utf-8")
     self.send_response(200)
-    self.send_header("Content-Type", kind)
-    self.send_header("Content-Length", str(len(body)))
-    self.send_header("Cache-Control", "no-store")
+    for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
+      self.send_header(name, value)
     self.end_headers()
     self.wfile.write(body)
 

@@ -38,15 +38,12 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
   if not path.is_file():
     return {}, [f"{path.name} is missing: the loss curve and the speed are left out"]
   columns: dict[str, dict[int, float]] = {}
-  unreadable = 0
-  for found in _records(path):
-    if found is None:
-      unreadable += 1
-      continue
-    step, record = found
+  records = list(_records(path))
+  for step, record in filter(None, records):
     for name, value in record.items():
-      if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+      if name != "step" and type(value) in (int, float):
         columns.setdefault(name, {})[step] = float(value)
+  unreadable = records.count(None)
   messages = [f"{path.name}: {unreadable} lines could not be read and were left out"] if unreadable else []
   ordered = {name: zip(*sorted(points.items()), strict=True) for name, points in columns.items()}
   return {name: Series(*map(np.array, pairs)) for name, pairs in ordered.items()}, messages

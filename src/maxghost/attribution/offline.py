@@ -1,17 +1,16 @@
-"""Scores a corpus against queries at checkpoints of a run, exactly or from sketched gradients.
+"""Scores a corpus against queries at checkpoints of a run, exactly or from sketched gradients. Imports JAX.
 
 TracIn (Pruthi et al., arXiv:2002.08484) with the run's own steps: at each checkpoint the corpus is scored by the train
-step that would come next, with its objective, optimizer state, clipping and learning rate. Imports JAX, so the package
-does not import this module.
+step that would come next, with its objective, optimizer state, clipping and learning rate.
 
 B rows, S documents in a row, T positions, K queries, M blocks of a sketch, R directions, N chunks.
 """
 
-import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +19,18 @@ from flax import nnx
 
 from maxghost import optimizers
 from maxghost.attribution.corpus import Corpus
-from maxghost.attribution.less import Less
+from maxghost.attribution.less import Less, twin_of
 from maxghost.config import Config, ConfigError
 from maxghost.config.files import check_seal, sealed, write_text
 from maxghost.data.hashing import changed_files, sha256
 from maxghost.data.types import Batch
-from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.low_rank import rank_one_root
 from maxghost.ghost.schedules import Model, passes
-from maxghost.ghost.sketch import SPEC, sketch_gradient, sketch_pass
+from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import create
 from maxghost.scorelog import Writer
 from maxghost.training import state
 from maxghost.training.score_recorder import scored_rows
-from maxghost.training.scoring import excluded
 from maxghost.training.step import make_train_step
 
 _FILES = ("step.npz", "ids.jsonl")  # of an index, besides the sketches
@@ -46,8 +43,7 @@ _SEED = 4711
 _BLOCK = 1024  # chunks multiplied at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
   """One checkpoint: the train state after `step` steps, and a digest of it."""
 
   step: int
@@ -212,14 +208,9 @@ class Sketcher:
   """
 
   def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
-    graphdef, abstract = state.abstract_split(cfg)
-    model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
+    graphdef, objective, twin = twin_of(cfg, corpus, num_rows)
     rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.direction)
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-    twin = prepare_twin(
-      model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
-      spec=SPEC, exclude=excluded(cfg, model),
-    )  # fmt: skip
 
     def respond(key, train_state, step_batch, val: tuple):
       """(s {label: array}, factor of the products, sketches [K, M, R] of P G / s)."""

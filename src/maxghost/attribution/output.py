@@ -55,9 +55,8 @@ def write_parquet(answer: Answer, path: Path):
   """A Parquet file whose fields carry their units. Raises ConfigError without pyarrow."""
   pa, parquet = import_pyarrow("--format parquet")
   table = pa.table(answer.columns)
-  units = [{"unit": answer.units[name]} if name in answer.units else None for name in answer.columns]
-  about = {"val_set": answer.val_set, "direction": answer.direction}
-  fields = [field.with_metadata(unit) for field, unit in zip(table.schema, units, strict=True)]
+  about, units = {"val_set": answer.val_set, "direction": answer.direction}, answer.units
+  fields = [field.with_metadata({"unit": units[field.name]} if field.name in units else None) for field in table.schema]
   try:
     parquet.write_table(table.cast(pa.schema(fields, metadata=about)), path)
   except OSError as error:

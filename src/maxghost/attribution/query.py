@@ -45,8 +45,7 @@ class Answer:
   """The result of a query.
 
   columns: name -> values of the shown groups, keys first. num_groups: found. num_top: number of best groups among the
-  shown; the worst groups follow, worst first. units: of the columns. notes: sentences for the reader. direction: along
-  which the scores were computed; empty where the log does not say it.
+  shown; the worst follow, worst first. units: of the columns. notes: for the reader. direction: of the scores, or "".
   """
 
   columns: dict[str, list | np.ndarray]
@@ -65,9 +64,8 @@ class Answer:
     columns = [[name, *map(_cell, values[:REPR_GROUPS])] for name, values in self.columns.items() if name != "text"]
     widths = [max(map(len, column)) for column in columns]
     rows = ["  ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
-    return "\n".join(
-      [*rows, f"{len(self)} of {self.num_groups} groups; {self.units['contribution']}, for {self.val_set}"]
-    )
+    about = f"{len(self)} of {self.num_groups} groups; {self.units['contribution']}, for {self.val_set}"
+    return "\n".join([*rows, about])
 
   def to_pandas(self) -> Any:
     """A pandas.DataFrame of the shown groups."""
@@ -80,6 +78,17 @@ class Answer:
 
 def _cell(value) -> str:
   return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
+
+
+def _check(query: Query, fields: tuple[str, ...]):
+  more = ", and what document_fields named before the training"
+  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields), more)
+  refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
+  for name, count in (("top", query.top), ("bottom", query.bottom)):
+    if count is not None and count < 0:
+      raise ConfigError(f"--{name} {count}: at least 0")
+  if query.text and query.by != "document":
+    raise ConfigError(f"--text shows the text of documents, but --by is {query.by}; use --by document")
 
 
 def ask(log: ScoreLog, query: Query) -> Answer:
@@ -104,21 +113,16 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   columns = {name: values[order] for name, values in columns.items()}
   columns = {n: v.tolist() if isinstance(v, aggregate.Labels) else v for n, v in columns.items()}
   if query.text:
-    columns["text"] = _texts(log, columns, notes)
+    source = Source(log.run_dir)
+    notes += source.open(log.said_of("fingerprint"))
+    keys = list(zip(columns["domain"], columns["path"], np.asarray(columns["offset"]).tolist(), strict=True))
+    found = source.find(keys)
+    if source.documents is not None and len(found) < len(keys):
+      notes.append(f"{len(keys) - len(found)} of {len(keys)} documents are no longer in the source")
+    columns["text"] = [found.get(key) for key in keys]
   units = {name: text.format(unit=SCALES[query.scale]) for name, text in MEASURES.items()}
   direction = ", ".join(log.said_of("direction"))
   return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k], direction)
-
-
-def _check(query: Query, fields: tuple[str, ...]):
-  more = ", and what document_fields named before the training"
-  refuse_unknown(f"--by {query.by}: unknown", query.by, (*BY, *fields), more)
-  refuse_unknown(f"--scale {query.scale}: unknown", query.scale, SCALES)
-  for name, count in (("top", query.top), ("bottom", query.bottom)):
-    if count is not None and count < 0:
-      raise ConfigError(f"--{name} {count}: at least 0")
-  if query.text and query.by != "document":
-    raise ConfigError(f"--text shows the text of documents, but --by is {query.by}; use --by document")
 
 
 def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]) -> dict:
@@ -130,14 +134,13 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
   if left_out:
     notes.append(aggregate.LEFT_OUT.format(left_out))
   result = groups.result()
-  total, square = result.contribution_GK[:, k], result.square_GK[:, k]
+  total = result.contribution_GK[:, k]
+  half_width = statistics.exposure_half_width(result.exposures, total, result.square_GK[:, k])
   if query.by == "domain":
     present = np.isin(log.domains, result.keys["domain"].tolist())
     half_width = statistics.block_half_width(time.sums_DB("contribution", k)[present])
   elif query.by == "step":
     half_width = np.full(len(result), np.nan)
-  else:
-    half_width = statistics.exposure_half_width(result.exposures, total, square)
   return {
     **result.keys,
     "chunks": result.exposures,
@@ -177,9 +180,8 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
   for modules in log.modules():
     value_SMLD = modules.contribution_SMLDK[where.holds("step", modules.steps)][..., k]
     value_SML = value_SMLD[..., where.holds("domain", modules.domains)].astype(np.float64).sum(-1)
-    names, value_SG = aggregate.layer_rows(modules, value_SML)
-    if query.by == "module":
-      names, value_SG = modules.names, np.nansum(value_SML, 2)
+    by_module = modules.names, np.nansum(value_SML, 2)
+    names, value_SG = by_module if query.by == "module" else aggregate.layer_rows(modules, value_SML)
     parts.append(value_SG)
   if not parts:
     raise ConfigError(f"--by {query.by}: this run did not log contributions by module")
@@ -198,8 +200,7 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
 def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
   """(indices of the groups to show, number of best groups among them)."""
   refuse_unknown(f"--sort {query.sort}: no column of --by {query.by}", query.sort, columns)
-  values = columns[query.sort]
-  values = values.code if isinstance(values, aggregate.Labels) else values
+  values = getattr(columns[query.sort], "code", columns[query.sort])  # of labels
   if query.sort in MEASURES:
     values = -np.where(np.isfinite(values), values, -np.inf).astype(np.float64)
   order = np.argsort(values, kind="stable")
@@ -208,13 +209,3 @@ def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
   top = min(query.top or 0, len(order))
   bottom = min(query.bottom or 0, len(order) - top)
   return np.concatenate([order[:top], order[len(order) - bottom :][::-1]]), top
-
-
-def _texts(log: ScoreLog, columns: dict, notes: list[str]) -> list[str | None]:
-  source = Source(log.run_dir)
-  notes += source.open(log.said_of("fingerprint"))
-  keys = list(zip(columns["domain"], columns["path"], columns["offset"].tolist(), strict=True))
-  found = source.find(keys)
-  if source.documents is not None and len(found) < len(keys):
-    notes.append(f"{len(keys) - len(found)} of {len(keys)} documents are no longer in the source")
-  return [found.get(key) for key in keys]

@@ -1,14 +1,13 @@
 """Sentences and labels of the report, shared by the terminal and the page."""
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 from maxghost.attribution.numbers import integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
 from maxghost.scorelog.format import TABLE
 
-LEDGER_LABELS = {name: (label, words) for name, (label, words) in TABLE["ledger"].items()}
-
+LEDGER_LABELS: dict[str, tuple[str, str]] = TABLE["ledger"]  # (label, words) by column
 IN_ALL = (
   "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
   "gradient and the optimizer's preconditioner stay as they are."
@@ -66,9 +65,8 @@ def ledger_sentence(ledger: Ledger) -> str:
   steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples, ahead = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples"), ledger.ahead
-  predicted, actual, rest = ledger.predicted, ledger.actual, ledger.rest
+  predicted, actual, rest, said = ledger.predicted, ledger.actual, ledger.rest, ledger.columns_sum
   first, curvature = ledger.first_order, ledger.curvature
-  said = ledger.columns_sum
   if momentum and examples is not None and said > 0 and momentum > 0.2 * said:
     part = "it" if curvature is None else "its first-order part" if ahead is None else "what the steps predicted"
     text += (
@@ -104,7 +102,6 @@ def ledger_sentence(ledger: Ledger) -> str:
 
 
 def in_all_known(values: list[Value]) -> bool:
-  """Whether the second reading of documents is known."""
   return any(math.isfinite(value.in_all) for value in values)
 
 
@@ -124,15 +121,11 @@ def hurt_sentence(part: SetSummary) -> str:
   if not part.hurt:
     return f"No document with {MIN_CHUNKS} or more chunks has a 95 % interval below zero."
   chance = part.num_judged * 0.025
-  by_chance = f"about {integer(round(chance))}" if chance >= 1 else "less than one"
-  return (
-    f"Their 95 % interval lies below zero. Of {integer(part.num_judged)} documents without any effect, {by_chance} "
-    "would get there by chance."
-  )
+  by_chance = f"{f'about {integer(round(chance))}' if chance >= 1 else 'less than one'} would get there by chance."
+  return f"Their 95 % interval lies below zero. Of {integer(part.num_judged)} documents without any effect, {by_chance}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LedgerLine:
+class LedgerLine(NamedTuple):
   """One line of the ledger in nats. start: where its bar begins, so that the bars of the parts form a waterfall."""
 
   label: str

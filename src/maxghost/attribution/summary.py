@@ -5,7 +5,9 @@ K validation sets, D domains, E passes, B bins of consecutive steps, S steps, R 
 
 import dataclasses
 import hashlib
+import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,16 +22,15 @@ from maxghost.scorelog.reader import ScoreLog
 CURVE_BINS = 240
 MIN_CHUNKS = 3  # of a document, for its interval to rank it: that of two chunks is narrow by chance too often
 MILLION = 1e6
-NAN = float("nan")
+NAN = math.nan
 MAX_HASHED_DOCUMENTS = 200_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
   """The value of a group of rows. contribution and half_width (95 %) in nats; loss in nats per token.
 
-  relative: contribution over the average contribution of the same shares of the same steps; NaN where that is not
-  positive. path, offset, text, marked and in_all (as `ScoreLog.in_all`, NaN where unknown): of a document.
+  relative: contribution over the average of the same shares of the same steps; NaN where that is not positive. path,
+  offset, text, marked and in_all (as `ScoreLog.in_all`, NaN where unknown): of a document.
   """
 
   domain: str
@@ -56,18 +57,15 @@ class Value:
 
   @property
   def place(self) -> str:
-    """Where the document is."""
     return f"{self.domain} · {self.path}" + (f" @ {self.offset}" if self.offset else "")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(NamedTuple):
   """The predicted and the measured drop of the validation loss in nats, over the same steps.
 
-  columns: parts of the prediction by the log's names; None if not logged. curvature: what the trapezoid rule adds to
-  them, over the steps where it is known; None if in none. steps: those counted. predicted_S: per step, with curvature.
-  actual_S: per step; None if no step's drop is known. ahead: curvature that the columns contain, because the steps
-  expected it (ghost_curvature); None: they are of first order.
+  columns: parts of the prediction by the log's names; None if not logged. steps: those counted. predicted_S: per step,
+  with curvature. actual_S: per step; None if no drop is known. curvature: what the trapezoid rule adds to the columns;
+  None if unknown. ahead: curvature that they contain, because the steps expected it; None: they are of first order.
   """
 
   columns: dict[str, float | None]
@@ -100,8 +98,7 @@ class Ledger:
     return None if self.actual is None else self.actual - self.predicted
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeatMap:
+class HeatMap(NamedTuple):
   """Nats per million tokens of each domain; rows are layers, then modules outside the stack."""
 
   rows: tuple[str, ...]
@@ -109,12 +106,11 @@ class HeatMap:
   value_RD: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PassTable:
-  """Value by pass over the data; the first pass is entry 0, the last entry also holds all later passes.
+class PassTable(NamedTuple):
+  """Value by pass over the data, from entry 0; the last entry also holds all later passes. contribution_EK: nats.
 
-  rows, tokens: [E]. contribution_EK: nats. expected_EK: nats of the same shares of the batch losses at the average
-  value of their domain in the same part of the run, so that a falling learning rate does not look like falling value.
+  expected_EK: nats of the same shares of the batch losses at the average value of their domain in the same part of the
+  run, so that a falling learning rate does not look like falling value.
   """
 
   rows: np.ndarray
@@ -127,8 +123,7 @@ class PassTable:
     return bool(self.rows[1:].sum())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Duplicates:
+class Duplicates(NamedTuple):
   """Texts with more than one id among the num_compared scored documents whose text was found.
 
   tokens: of all copies; extra_tokens: of all but one copy of each text. contribution_K: nats of all copies.
@@ -148,9 +143,8 @@ class SetSummary:
   """Validation set number `index`.
 
   num_renewals: how often other validation rows were taken. domains: best per token first. top, bottom: documents with
-  the largest and the smallest totals. helped, hurt: documents whose interval lies above or below zero, those that are
-  surest to have helped or hurt most per token first; num_judged documents have enough chunks for that. time: sums over
-  the run, of all sets.
+  the largest and the smallest totals. helped, hurt: documents whose interval lies above or below zero, surest first;
+  num_judged documents have enough chunks for that. time: sums over the run, of all sets.
   """
 
   name: str
@@ -168,12 +162,8 @@ class SetSummary:
   heat_map: HeatMap | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Summary:
-  """A run. messages: warnings for the reader (damaged files, changed source, ...).
-
-  duplicates: None without texts, or with too many to compare.
-  """
+class Summary(NamedTuple):
+  """A run. messages: warnings for the reader. duplicates: None without texts, or with too many to compare."""
 
   name: str
   run_dir: Path
@@ -195,8 +185,7 @@ class Summary:
 def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = None) -> Summary:
   """Reads the log once, and the run's other files. Raises ConfigError if the log holds no scored document.
 
-  num_documents: length of each list of documents. source: of their texts; without it the texts and the search for
-  duplicates are left out.
+  num_documents: length of each list. source: of texts; without it texts and the search for duplicates are left out.
   """
   steps = log.steps
   if not log.num_rows:
@@ -300,14 +289,14 @@ def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]
   total = groups.contribution_GK[:, k]
   half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
   loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
-  numbers = zip(*(a.tolist() for a in (groups.exposures, groups.tokens, loss, total, half_width)), strict=True)
-  values = []
-  for key, columns, in_all in zip(groups.document_ids(), numbers, groups.in_all_GK[:, k].tolist(), strict=True):
+  columns = (groups.exposures, groups.tokens, loss, total, half_width, groups.in_all_GK[:, k])
+  rows, values = zip(*(column.tolist() for column in columns), strict=True), []
+  for key, (*numbers, in_all) in zip(groups.document_ids(), rows, strict=True):
     text = texts.get(key)
     if text is not None and len(text) > SHOWN_CHARS:
       text = text[:SHOWN_CHARS] + "\n…"
-    place = {"path": key[1], "offset": key[2], "text": text, "marked": marked.get((k, key))}
-    values.append(Value(key[0], *columns, **place, in_all=in_all))
+    more = {"text": text, "marked": marked.get((k, key)), "in_all": in_all}
+    values.append(Value(key[0], *numbers, path=key[1], offset=key[2], **more))
   return values
 
 
@@ -334,15 +323,14 @@ def _ledger(log: ScoreLog, k: int) -> Ledger:
   """Sums both sides over the steps with a known measured drop, or over all steps if there is none."""
   scored, drops = np.isfinite(log.steps["predicted_examples"][:, k]), actual_drops(log.steps, k)
   measured = scored & np.isfinite(drops)
-  steps = log.steps[measured if measured.any() else scored]
+  counted = measured if measured.any() else scored
+  steps, curvature_S = log.steps[counted], curvatures(log, k)[counted]
   columns = {name: steps[name][:, k] for name in log.ledger}
-  totals = {name: float(np.nansum(v)) if np.isfinite(v).any() else None for name, v in columns.items()}
-  curvature_S = curvatures(log, k)[measured if measured.any() else scored]
   predicted_S = np.nansum([*columns.values(), curvature_S], axis=0)
-  curvature, ahead = (
-    float(np.nansum(x)) if np.isfinite(x).any() else None for x in (curvature_S, steps["predicted_curvature"][:, k])
-  )
-  return Ledger(totals, steps["step"], predicted_S, drops[measured] if measured.any() else None, curvature, ahead)
+  parts = (*columns.values(), curvature_S, steps["predicted_curvature"][:, k])
+  *totals, curvature, ahead = (float(np.nansum(v)) if np.isfinite(v).any() else None for v in parts)
+  actual_S = drops[measured] if measured.any() else None
+  return Ledger(dict(zip(columns, totals, strict=True)), steps["step"], predicted_S, actual_S, curvature, ahead)
 
 
 def curvatures(log: ScoreLog, k: int) -> np.ndarray:
@@ -381,10 +369,8 @@ def _check_sums(log: ScoreLog, time: TimeSums) -> list[str]:
     said, scale = np.nansum(logged_S), np.nansum(np.abs(logged_S))
     found = time.sums_DB("contribution", k).sum()
     if np.isfinite(logged_S).any() and abs(said - found) > 1e-2 * scale + 1e-9:
-      messages.append(
-        f"the rows for validation set {name} add up to {found:.4g} nats, the steps' own sums to {said:.4g}: "
-        "rows are missing or doubled"
-      )
+      sums = f"add up to {found:.4g} nats, the steps' own sums to {said:.4g}: rows are missing or doubled"
+      messages.append(f"the rows for validation set {name} {sums}")
   return messages
 
 
@@ -407,12 +393,9 @@ def _facts(log: ScoreLog, metrics: dict[str, Series], counts: dict[str, int]) ->
 
 
 def _passes(time: TimeSums) -> PassTable:
-  """The value of each pass, from sums over the run."""
   rows_EDB, tokens_EDB, share_EDB, _, *value_KEDB = time.sums_CEDB
-  expected = []
-  for value_EDB in value_KEDB:
-    share_DB = share_EDB.sum(0)
-    expected.append(share_EDB * (value_EDB.sum(0) / np.where(share_DB > 0, share_DB, 1)))
+  share_DB = share_EDB.sum(0)
+  expected = [share_EDB * (value_EDB.sum(0) / np.where(share_DB > 0, share_DB, 1)) for value_EDB in value_KEDB]
   total_EK, expected_EK = (np.sum(values, (2, 3)).T for values in (value_KEDB, expected))
   return PassTable(rows_EDB.sum((1, 2)).astype(int), tokens_EDB.sum((1, 2)).astype(int), total_EK, expected_EK)
 
@@ -434,11 +417,7 @@ def _duplicates(documents, groups: Groups) -> Duplicates | None:
   copies.sort(key=lambda copy: -copy[0].sum())
   members = [place[key] for _, keys in copies for key in keys]
   return Duplicates(
-    sum(map(len, by_text.values())),
-    len(copies),
-    len(members),
-    int(groups.tokens[members].sum()),
-    int(sum(tokens.sum() - tokens.max() for tokens, _ in copies)),
-    groups.contribution_GK[members].sum(0),
-    [keys for _, keys in copies[:10]],
-  )
+    num_compared=sum(map(len, by_text.values())), num_texts=len(copies), num_documents=len(members),
+    tokens=int(groups.tokens[members].sum()), extra_tokens=int(sum(copy.sum() - copy.max() for copy, _ in copies)),
+    contribution_K=groups.contribution_GK[members].sum(0), examples=[keys for _, keys in copies[:10]],
+  )  # fmt: skip

@@ -16,9 +16,9 @@ SHOWN_DOCUMENTS = 5
 
 def show(summary: Summary, console: Console):
   """Prints the report with the first few documents of each table."""
-  counts = f"{integer(summary.num_steps)} step{'s' if summary.num_steps != 1 else ''}, "
-  counts += f"{compact(summary.num_tokens)} scored tokens, {compact(summary.num_documents)} documents"
-  console.print(_text(f"Run {summary.name}: {counts}"))
+  steps = f"{integer(summary.num_steps)} step{'s' if summary.num_steps != 1 else ''}"
+  tokens, documents = compact(summary.num_tokens), compact(summary.num_documents)
+  console.print(_text(f"Run {summary.name}: {steps}, {tokens} scored tokens, {documents} documents"))
   for part in summary.sets:
     console.print()
     console.print(_text(report_text.headline(part), style="bold"))
@@ -28,14 +28,13 @@ def show(summary: Summary, console: Console):
     if report_text.ledger_lines(part.ledger):
       console.print(_ledger(part.ledger))
     console.print(_text(report_text.ledger_sentence(part.ledger)))
-    lists = (
-      ("Documents that helped most", report_text.helped_sentence(part), part.helped),
-      ("Documents that hurt", report_text.hurt_sentence(part), part.hurt),
-      ("Documents with the largest totals", "", part.top),
-      ("Documents with the smallest totals", "", part.bottom),
-    )
-    for title, sentence, values in lists:
-      console.print(Text(f"\n{title}", style="bold"))
+    for title, sentence, values in (
+      ("that helped most", report_text.helped_sentence(part), part.helped),
+      ("that hurt", report_text.hurt_sentence(part), part.hurt),
+      ("with the largest totals", "", part.top),
+      ("with the smallest totals", "", part.bottom),
+    ):
+      console.print(Text(f"\nDocuments {title}", style="bold"))
       if sentence:
         console.print(_text(sentence))
       if values:
@@ -86,8 +85,8 @@ def _ledger(ledger: Ledger) -> Table:
 
 def _documents(values: list[Value]) -> Table:
   both = report_text.in_all_known(values)
-  head = (">Total nats", *([">In all"] if both else []), ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
-  table = _table("", *head)
+  nats = (">Total nats", ">In all") if both else (">Total nats",)
+  table = _table("", *nats, ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
   for value in values[:SHOWN_DOCUMENTS]:
     lines = _text(value.place, cut=True)
     if value.text is not None:

@@ -19,16 +19,13 @@ class Source:
   """The documents of a run, opened on first use; `documents` is None where they cannot be read."""
 
   def __init__(self, run_dir: Path):
-    self._path, self._fingerprint = Path(run_dir) / "config.yml", ""
-    self.documents: Any = None
+    self._path = Path(run_dir) / "config.yml"
     self._shown: Callable[[bytes], bytes] = bytes
+    self.documents: Any = None
     self._dataset: Any = None
 
   def open(self, fingerprints: tuple[str, ...]) -> list[str]:
-    """Opens the source; returns messages: why there are no texts, or that it has changed since the run.
-
-    fingerprints: of the source during training, from the score log; empty if not recorded.
-    """
+    """Opens the source; returns messages: why there are no texts, or that `fingerprints`, of the run, are others."""
     if self.documents is None:
       if not self._path.is_file():
         return ["config.yml is missing, so the texts of the documents cannot be shown"]
@@ -41,15 +38,13 @@ class Source:
         dataset = data.load_dataset(keys, cfg.run.data_shuffle_seed, records=cfg.records)
       except config.ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
-      self.documents, self._fingerprint = dataset.source, dataset.fingerprint
+      self.documents, self._dataset = dataset.source, dataset
       self._shown = data.readable if cfg.records == "conversations" else bytes
-      self._dataset = dataset
-    if all(then == self._fingerprint for then in fingerprints):
+    now = self._dataset.fingerprint
+    if all(then == now for then in fingerprints):
       return []
-    return [
-      f"the source of the documents has changed since the run (fingerprint {', '.join(fingerprints)} then, "
-      f"{self._fingerprint} now): texts may differ from those that were scored"
-    ]
+    changed = f"(fingerprint {', '.join(fingerprints)} then, {now} now): texts may differ from those that were scored"
+    return [f"the source of the documents has changed since the run {changed}"]
 
   def num_trained(self) -> int:
     """Number of documents that are neither held out nor left out; 0 where the source cannot be read."""

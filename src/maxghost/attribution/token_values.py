@@ -1,12 +1,12 @@
-"""The contribution of each token of a document, from the files of ghost_detail=token.
+"""The contribution of each token of a document, from the files of ghost_detail=token (see scorelog/tokens.py).
 
-`<run>/ghost/tokens/step_<step>.npz` is described in scorelog/tokens.py. B rows, T positions, K validation sets.
+B rows, T positions, K validation sets.
 """
 
 import codecs
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from maxghost.scorelog.shard import DamagedShard
 END = "⟨end⟩"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Marked:
+class Marked(NamedTuple):
   """One exposure of a document: pieces of its text and the value of each in nats."""
 
   step: int
@@ -29,10 +28,7 @@ class Marked:
 
 
 def find(
-  run_dir: Path,
-  wanted: list[list[DocumentKey]],
-  checksums: Mapping[int, int] | None = None,
-  accept_lost_rows: bool = False,
+  run_dir: Path, wanted: list[list[DocumentKey]], checksums: Mapping[int, int], accept_lost_rows: bool
 ) -> tuple[dict[tuple[int, DocumentKey], Marked], list[str]]:
   """({(k, id): Marked}, messages) of the exposure of each document with the largest absolute contribution.
 
@@ -52,7 +48,7 @@ def find(
   messages = []
   for step, path in files.items():
     try:
-      file = tokens.read(path, (checksums or {}).get(step))
+      file = tokens.read(path, checksums.get(step))
     except DamagedShard as error:
       if not accept_lost_rows:
         raise ConfigError(f"run_dir={run_dir}: {error}; put it back, or go on without: --accept-lost-rows") from error

@@ -3,11 +3,11 @@
 K validation sets, N rows.
 """
 
-import dataclasses
 import fnmatch
 import operator
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ def refuse_unknown(said: str, name: str, known: Iterable[str], more: str = "") -
     raise ConfigError(printable(said + (did_you_mean(name, known) or f"; there are {', '.join(known)}{more}")))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
   """`column operator value`; value: a number, or a string for domain, path and fields of documents."""
 
   column: str
@@ -46,14 +45,13 @@ class Condition:
 
 
 class Where:
-  """Parsed conditions; an empty text selects every row.
+  """Parsed conditions; an empty text selects every row. Raises ConfigError.
 
-  set_index: validation set of `dot` and `contribution`. fields: of the log's documents. Raises ConfigError for an
-  unknown column, an operator that the column does not have, or a value that is not a number.
+  set_index: validation set of `dot` and `contribution`. fields: of the log's documents.
   """
 
   def __init__(self, text: str = "", set_index: int = 0, fields: tuple[str, ...] = ()):
-    self.conditions = tuple(_parse(text, fields))
+    self.conditions = tuple(_conditions(text, fields))
     self._set_index, self._text_columns = set_index, (*TEXTS, *fields)
     self._shard = None
     self._tables: dict[str, np.ndarray] = {}
@@ -84,7 +82,7 @@ class Where:
     return keep
 
 
-def _parse(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
+def _conditions(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
   at = 0
   while text[at:].strip():
     if not (found := _CONDITION.match(text, at)):
@@ -92,23 +90,17 @@ def _parse(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
         f"--where: cannot read {text[at:].strip()!r}; write column=value with commas between, for example "
         "domain=code,step>=100 (quotes around a value with a comma)"
       )
-    yield _condition(found[1], "=" if found[2] == "==" else found[2], found[3].strip(), fields)
-    at = found.end()
-
-
-def _condition(column: str, sign: str, value: str, fields: tuple[str, ...]) -> Condition:
-  refuse_unknown(f"--where: unknown column {column!r}", column, (*ROW_COLUMNS, *fields))
-  if value[:1] in ("'", '"'):
-    value = value[1:-1]
-  wrong = f"--where: {column}{sign}{value}: "
-  if column in (*TEXTS, *fields):
-    if sign not in _TEXT_OPERATORS:
+    at, column, sign, value = found.end(), found[1], found[2].replace("==", "="), found[3].strip()
+    refuse_unknown(f"--where: unknown column {column!r}", column, (*ROW_COLUMNS, *fields))
+    value = value[1:-1] if value[:1] in ("'", '"') else value
+    wrong = f"--where: {column}{sign}{value}: "
+    is_text = column in (*TEXTS, *fields)
+    if is_text and sign not in _TEXT_OPERATORS:
       raise ConfigError(f"{wrong}a text takes {', '.join(_TEXT_OPERATORS)} (~ is a glob pattern)")
-    return Condition(column, sign, value)
-  if sign not in _OPERATORS:
-    raise ConfigError(f"{wrong}a number takes {', '.join(_OPERATORS)}")
-  whole = row_dtype(1)[column].kind == "i"
-  try:
-    return Condition(column, sign, int(value) if whole else float(value))
-  except ValueError:
-    raise ConfigError(f"{wrong}{value!r} is not {'a whole number' if whole else 'a number'}") from None
+    if not is_text and sign not in _OPERATORS:
+      raise ConfigError(f"{wrong}a number takes {', '.join(_OPERATORS)}")
+    kind, words = (int, "a whole number") if row_dtype(1, fields=fields)[column].kind == "i" else (float, "a number")
+    try:
+      yield Condition(column, sign, value if is_text else kind(value))
+    except ValueError:
+      raise ConfigError(f"{wrong}{value!r} is not {words}") from None

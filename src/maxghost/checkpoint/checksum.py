@@ -21,11 +21,6 @@ def checksums(leaves: Sequence[jax.Array | np.ndarray]) -> list[int]:
   return [int(np.asarray(value)) for value in _checksums(leaves)]
 
 
-@jax.jit
-def _checksums(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-  return [_checksum(leaf) for leaf in leaves]
-
-
 def _checksum(x: jax.Array) -> jax.Array:
   """uint32 []: sum of (bits + 1) * odd weight of the position, modulo 2^32; entry by entry of what is on the host."""
   if not streaming.on_host(x):
@@ -60,6 +55,7 @@ def _words(x: jax.Array) -> jax.Array:
   bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
   if bits < 8:  # int4 and the like have no bitcast to a wider type
     return x.astype(jnp.int8).astype(jnp.uint32)
-  if bits == 64:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-  return lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bits]).astype(jnp.uint32)
+  return lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}.get(int(bits), jnp.uint32)).astype(jnp.uint32)
+
+
+_checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])

@@ -1,8 +1,7 @@
 """Compares two checkpoints of any layouts: structure, shapes, dtypes and values of parameters and optimizer state.
 
-Both are read into the canonical form first, so stacked layers may equal unstacked ones, wrapped leaves bare ones, and a
-step of int32 one of uint32. Values are equal where their bytes are equal or both are NaN. Arrays are read block by
-block. Exit code 0: equal; 1: different; 2: one of them cannot be read.
+Both are read into the canonical form first, so stacked layers may equal unstacked ones, and a step of int32 one of
+uint32. Values are equal where their bytes are equal or both are NaN. Exit code 0: equal; 1: different; 2: unreadable.
 """
 
 import dataclasses
@@ -25,7 +24,6 @@ from maxghost.config.values import guarded, slash_path
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
 SHAPE, DTYPE, VALUE = "shape", "dtype", "value"
-_RAM_BYTES = 1 << 31
 _BLOCK_BYTES = 1 << 26
 
 Item = dict[int | None, Ref]  # a logical array by layer; None where it is in no layer
@@ -51,10 +49,8 @@ class Row:
       return f"{self.kind:<10} {where}  {self.left or self.right}"
     if self.kind != VALUE:
       return f"{self.kind:<10} {where}  {self.left} against {self.right}"
-    return (
-      f"{self.kind:<10} {where}  {self.num_different} elements, largest difference {self.max_abs:.3g} "
-      f"(relative {self.max_rel:.3g}), first at {self.first_index}"
-    )
+    largest = f"largest difference {self.max_abs:.3g} (relative {self.max_rel:.3g})"
+    return f"{self.kind:<10} {where}  {self.num_different} elements, {largest}, first at {self.first_index}"
 
 
 @dataclass
@@ -84,28 +80,21 @@ class Comparison:
 
 
 def compare(
-  left: Checkpoint,
-  right: Checkpoint,
-  *,
-  params_only: bool = False,
-  rngs: bool = False,
-  atol: float = 0.0,
-  rtol: float = 0.0,
-  ram_bytes: int = _RAM_BYTES,
-) -> Comparison:
+  left: Checkpoint, right: Checkpoint, *, params_only: bool = False, rngs: bool = False, atol: float = 0.0,
+  rtol: float = 0.0, ram_bytes: int = 1 << 31,
+) -> Comparison:  # fmt: skip
   """Compares two canonical checkpoints.
 
   Args:
     left, right: The checkpoints.
     params_only: Whether to compare parameters alone.
     rngs: Whether to compare random state and other non-parameters too.
-    atol: Allowed difference as a share of the largest magnitude of the array, so that 1e-5 means as much for second
-      moments as for weights.
+    atol: Allowed difference as a share of the largest magnitude of the array, which suits weights and moments alike.
     rtol: Allowed difference as a share of each element of `right`.
     ram_bytes: Host memory for arrays; larger ones are compared block by block.
   """
   result = Comparison()
-  loop_state = bool(left.loop_state) and bool(right.loop_state)
+  loop_state = bool(left.loop_state and right.loop_state)
   items_left, items_right = (_items(side, params_only, rngs, loop_state) for side in (left, right))
   arrays = _ValueComparer(atol, rtol, ram_bytes, result)
   for path in items_left | items_right:
@@ -137,7 +126,6 @@ def _describe(ref: Ref) -> str:
 
 
 def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bool) -> dict[str, Item]:
-  """What is compared, by path."""
   trees = {"params": checkpoint.params}
   single: dict[str, Any] = {}
   if not params_only:
@@ -179,16 +167,15 @@ class _ValueComparer:
     scale = max((self._largest(ref) for _, _, ref in good), default=0.0) if self._atol else 0.0
     for layer, a, b in good:
       for index in self._blocks(a):
-        self._compare_block(row, layer, index, (self._left.part(a, index), self._right.part(b, index)), scale)
+        self._compare_block(row, layer, index, self._left.part(a, index), self._right.part(b, index), scale)
     if row.num_different:
       self._result.rows.append(row)
 
   def _blocks(self, ref: Ref) -> Iterator[tuple[slice, ...]]:
     return blocks_of(ref.shape, chunk_of(ref.shape, ref.dtype.itemsize, self._block_bytes))
 
-  def _compare_block(self, row: Row, layer: int | None, index: tuple[slice, ...], values: tuple, scale: float) -> None:
+  def _compare_block(self, row: Row, layer: int | None, index: tuple, x: np.ndarray, y: np.ndarray, scale: float):
     """Adds the differences of one block to the row of its array. scale: largest magnitude of the array."""
-    x, y = values
     self._result.num_elements += x.size
     different = self._different(x, y, scale)
     if not different.any():
@@ -219,12 +206,8 @@ class _ValueComparer:
     return different
 
   def _largest(self, ref: Ref) -> float:
-    """The largest finite magnitude."""
-    largest = 0.0
-    for index in self._blocks(ref):
-      magnitude = np.abs(_wide(self._right.part(ref, index)))
-      largest = max(largest, float(np.max(magnitude, initial=0.0, where=np.isfinite(magnitude))))
-    return largest
+    sizes = (np.abs(_wide(self._right.part(ref, index))) for index in self._blocks(ref))
+    return max((float(np.max(size, initial=0.0, where=np.isfinite(size))) for size in sizes), default=0.0)
 
 
 def _dtype_text(ref: Ref) -> str:
@@ -270,11 +253,10 @@ def compare_checkpoints(
 
 @guarded("compare_checkpoints")
 def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
-  about = (__doc__ or "").split("\n")[0]
-  parser = Parser(prog="maxghost checkpoint compare", description=about)
-  parser.add_argument("a", metavar="A")
-  parser.add_argument("b", metavar="B")
+  parser = Parser(prog="maxghost checkpoint compare", description=(__doc__ or "").split("\n")[0])
   add = parser.add_argument
+  add("a", metavar="A")
+  add("b", metavar="B")
   add("--params_only", "--params-only", action="store_true", help="leave optimizer state and step out")
   add("--rngs", action="store_true", help="compare random state too")
   add("--atol", type=float, default=0.0, help="allowed difference, as a share of the array's largest magnitude")

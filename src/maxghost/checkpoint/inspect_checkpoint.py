@@ -1,7 +1,4 @@
-"""Lists what a checkpoint holds: path, shape, dtype and bytes of every leaf, and the layout it is in.
-
-maxghost checkpoint inspect RUN/checkpoints/2 [--json]
-"""
+"""`maxghost checkpoint inspect`: path, shape, dtype and bytes of every leaf of a checkpoint, and its layout."""
 
 import json
 import os
@@ -22,10 +19,9 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
   raw = opener(path)
   leaves = []
   for node_path, node in raw.nodes.items():
-    leaf: dict[str, Any] = {"path": slash_path(node_path), "shape": None, "dtype": "text", "bytes": 0}
-    if isinstance(node, Empty):
-      leaf["dtype"] = node.kind
-    elif isinstance(node, StoredArray):
+    kind = node.kind if isinstance(node, Empty) else "text"
+    leaf: dict[str, Any] = {"path": slash_path(node_path), "shape": None, "dtype": kind, "bytes": 0}
+    if isinstance(node, StoredArray):
       dtype = f"key<{node.key_impl}>" if node.key_impl else node.dtype.name
       leaf |= {"shape": list(node.shape), "dtype": dtype, "bytes": node.nbytes}
     leaves.append(leaf)
@@ -48,15 +44,12 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
 
 
 def _listing(content: dict[str, Any]) -> Iterator[str]:
-  """The content as aligned lines, with the totals last."""
   rows = []
   for leaf in content["leaves"]:
     shape = "-" if leaf["shape"] is None else f"[{','.join(map(str, leaf['shape']))}]"
-    rows.append((leaf["path"], shape, leaf["dtype"]))
-  widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
-  for row, leaf in zip(rows, content["leaves"], strict=True):
-    cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
-    yield "  ".join([*cells, f"{leaf['bytes']:>12,}"])
+    rows.append((leaf["path"], shape, leaf["dtype"], f"{leaf['bytes']:>12,}"))
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
   yield f"{len(rows)} leaves, {content['bytes']:,} bytes"
   if not content["layout"]:
     yield f"layout: unknown ({content['problem']})"

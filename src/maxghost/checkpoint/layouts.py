@@ -1,7 +1,4 @@
-"""`Checkpoint`, the canonical form of a checkpoint, and how each layout is read into it.
-
-docs/checkpoints.md has the table of layouts. Writing, comparing and listing work on `Checkpoint` alone.
-"""
+"""`Checkpoint`, the canonical form of a checkpoint, and how each layout (see docs/checkpoints.md) is read into it."""
 
 import contextlib
 import math
@@ -10,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxghost.checkpoint import layouts_layers
-from maxghost.checkpoint.layouts_layers import LeafId, ParamTree, Path, leaf_text, split_layers
+from maxghost.checkpoint.layouts_layers import ParamTree, Path, leaf_text, split_layers
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
 from maxghost.config import did_you_mean
 from maxghost.config.values import slash_path
@@ -37,13 +34,9 @@ _NOT_PARAMS = ("opt_state", "optimizer", "optimizer_state", "inner_state", "oute
 class ReadOptions:
   """What a tree does not say itself about how to read it.
 
-  Attributes:
-    layout: One of LAYOUTS; '' = detect.
-    scan_axis: The dimension of stacked layers; None = as recorded, else the layout's own.
-    containers: More names of layer containers.
-    wrapped: Whether leaves lie under `value`; None = detect.
-    keep, drop: Unknown keys to keep and to leave out.
-    keep_unknown: Keep all unknown keys but text leaves.
+  layout: one of LAYOUTS; '' = detect. scan_axis: the dimension of stacked layers; None = as recorded, else the layout's
+  own. containers: more names of layer containers. wrapped: whether leaves lie under `value`; None = detect. keep, drop:
+  unknown keys to keep and to leave out. keep_unknown: keep all unknown keys but text leaves.
   """
 
   layout: str = ""
@@ -59,15 +52,9 @@ class ReadOptions:
 class Checkpoint:
   """What a checkpoint holds, whatever its layout. Paths are text without layer indices.
 
-  Attributes:
-    raw: What was read.
-    moments: By place below opt_state (('0', 'mu')), each with the paths of `params`.
-    factored: Moment trees whose shapes are not the parameters'.
-    opt_leaves, opt_empties: The rest of opt_state.
-    aux: Random keys, counts, batch statistics.
-    aux_plain: Those of them that are not random.
-    kept: Keys of no layout.
-    loop_state: What a maxghost trainer saves beside model and optimizer.
+  moments: by place below opt_state (('0', 'mu')), each with the paths of `params`. factored: moment trees whose shapes
+  are not the parameters'. opt_leaves, opt_empties: the rest of opt_state. aux: random keys, counts, batch statistics;
+  aux_plain: those that are not random. kept: keys of no layout. loop_state: what a maxghost trainer saves besides.
   """
 
   raw: RawTree
@@ -152,18 +139,15 @@ def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
   tops = _tops(nodes)
   if (recorded := record_of(raw).get("layout")) in LAYOUTS:
     return recorded
-  if prefix:
-    return PARAMS
-  if "params" in tops:
+  if "params" in tops and not prefix:
     return LINEN if any(path[:2] == ("params", "params") for path in nodes) else NNX_OLD
-  if "model" in tops:
+  if "model" in tops and not prefix:
     ours = raw.folder is not None and (raw.folder.step / "positions").is_dir()
     return MAXGHOST if ours else NNX
-  if any(top in _MODEL_KEYS for top in tops):
+  if prefix or any(top in _MODEL_KEYS for top in tops):
     return PARAMS
-  raise LayoutError(
-    f"{raw.origin}: cannot tell the layout; keys: {', '.join(sorted(tops)) or 'none'}; pass --from {'|'.join(LAYOUTS)}"
-  )
+  keys = ", ".join(sorted(tops)) or "none"
+  raise LayoutError(f"{raw.origin}: cannot tell the layout; keys: {keys}; pass --from {'|'.join(LAYOUTS)}")
 
 
 def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], dict]:
@@ -234,10 +218,9 @@ def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], opti
   parents = {path[:-1] for path in others}
   if all(path[:-1] in parents or is_name(path) for path in under):
     return False
-  raise LayoutError(
-    f"some leaves wrapped, some not: {slash_path(under[0])} is under 'value', {slash_path(others[0])} is not; "
-    "pass --wrapped yes, or --wrapped no where 'value' is a parameter's name"
-  )
+  unlike = f"{slash_path(under[0])} is under 'value', {slash_path(others[0])} is not"
+  way = "pass --wrapped yes, or --wrapped no where 'value' is a parameter's name"
+  raise LayoutError(f"some leaves wrapped, some not: {unlike}; {way}")
 
 
 def without_value(path: Sequence[Any]) -> Path:
@@ -249,10 +232,8 @@ def without_value(path: Sequence[Any]) -> Path:
 def _take_aux(sections: dict[str, dict], record: dict) -> tuple[dict, list[Path]]:
   """Moves what is no parameter out of the model: random keys and their counts (by what they are, not by name)."""
   model, aux = sections["params"], dict(sections["aux"])
-  plain = {tuple(path) for path in record.get("aux", ())}
-  random = _random_leaves(model)
-  for path in [p for p in model if p in random or p in plain]:
-    aux[path] = model.pop(path)
+  moved = _random_leaves(model) | {tuple(path) for path in record.get("aux", ())}
+  aux |= {path: model.pop(path) for path in [*model] if path in moved}
   known_random = _random_leaves(aux)
   return aux, [path for path in aux if path not in known_random]
 
@@ -262,12 +243,9 @@ def _random_leaves(nodes: Mapping[Path, Any]) -> set[Path]:
   arrays = {path: node for path, node in nodes.items() if isinstance(node, StoredArray)}
   found = {path for path, node in arrays.items() if node.key_impl}
   for path, node in arrays.items():
-    beside = (*path[:-1], "count")
-    count = arrays.get(beside)
-    if path[-1] != "key" or count is None or not count.dtype == node.dtype == "uint32":
-      continue
-    if node.shape[:-1] == count.shape and node.shape[-1:] in ((2,), (4,)):
-      found |= {path, beside}
+    count = arrays.get(beside := (*path[:-1], "count"))
+    if path[-1] == "key" and count is not None and count.dtype == node.dtype == "uint32":
+      found |= {path, beside} if node.shape[:-1] == count.shape and node.shape[-1:] in ((2,), (4,)) else set()
   return found
 
 
@@ -275,11 +253,10 @@ def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, o
   """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText; of a bare NNX tree without
   record, which may come from either, 0 where 1 cannot be."""
   recorded = (about.get("param_scan_axis") for about in (record_of(raw), raw.custom_metadata))
-  for value in (options.scan_axis, *recorded):
-    if value is not None:
-      if int(value) < 0:
-        raise LayoutError(f"scan_axis={value}: must be 0 or more")
-      return int(value)
+  for value in (value for value in (options.scan_axis, *recorded) if value is not None):
+    if int(value) < 0:
+      raise LayoutError(f"scan_axis={value}: must be 0 or more")
+    return int(value)
   if layout == MAXGHOST:
     return 0
   for axis in (1, 0) if layout == NNX else ():
@@ -292,9 +269,8 @@ def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, o
 def _read_opt_state(checkpoint: Checkpoint, nodes: dict) -> None:
   """Finds the parameter-shaped trees in opt_state by structure; the rest are counts and the like."""
   params = checkpoint.params
-  known = {path for path, _ in params.leaves}
+  known, rest = {path for path, _ in params.leaves}, {}
   groups: dict[Path, dict[Path, StoredArray | Empty]] = {}
-  rest: dict[Path, StoredArray | Empty] = {}
   for path, node in nodes.items():
     if split := _moment_split(path, known, params):
       groups.setdefault(split[0], {})[split[1]] = node
@@ -344,9 +320,7 @@ def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
 def _check_siblings(checkpoint: Checkpoint) -> None:
   """mu and nu of one optimizer hold the same leaves; where one lacks a leaf, the checkpoint is not whole."""
   whole = {place: tree for place, tree in checkpoint.moments.items() if place not in checkpoint.factored}
-  siblings: dict[Path, set[LeafId]] = {}
   for place, tree in whole.items():
-    siblings.setdefault(place[:-1], set()).update(tree.leaves)
-  for place, tree in whole.items():
-    if missing := sorted(siblings[place[:-1]] - set(tree.leaves) - tree.empties, key=str):
+    siblings = {leaf for other, its in whole.items() if other[:-1] == place[:-1] for leaf in its.leaves}
+    if missing := sorted(siblings - set(tree.leaves) - tree.empties, key=str):
       raise LayoutError(f"leaf {leaf_text(missing[0])} is missing from opt_state/{slash_path(place)}")

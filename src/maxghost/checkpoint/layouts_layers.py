@@ -1,13 +1,12 @@
 """Layer containers: layers stacked in one array, as siblings `layers_0, layers_1`, or keyed by integers.
 
 A parameter tree of any form becomes a `ParamTree`: for every path without layer index and every layer, a `Ref` to that
-layer's array. Comparing, stacking and unstacking are then the same for all forms.
-L layers; a stacked leaf has L on dimension min(scan axis, rank of one layer's leaf).
+layer's array. L layers; a stacked leaf has L on dimension min(scan axis, rank of one layer's leaf).
 """
 
+import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -39,7 +38,6 @@ class Container:
   scan_axis: int = 0
 
   def layer_path(self, layer: int) -> Path:
-    """Where the arrays of a layer are."""
     if self.form == SCANNED:
       return (*self.path, f"{self.block_name}_{layer % self.period}") if self.block_name else self.path
     return (*self.path[:-1], f"{self.path[-1]}_{layer}") if self.form == UNSCANNED else (*self.path, str(layer))
@@ -96,11 +94,9 @@ class LayerReader:
 
 def blocks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
   """The blocks of an array cut into chunks, in order; none for an empty array."""
-  counts = [-(-size // step) if size else 0 for size, step in zip(shape, chunk, strict=True)]
-  for position in np.ndindex(*counts):
-    yield tuple(
-      slice(i * step, min((i + 1) * step, size)) for i, step, size in zip(position, chunk, shape, strict=True)
-    )
+  starts = (range(0, size, max(step, 1)) for size, step in zip(shape, chunk, strict=True))
+  for corner in itertools.product(*starts):
+    yield tuple(slice(i, min(i + step, size)) for i, step, size in zip(corner, chunk, shape, strict=True))
 
 
 def chunk_of(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> tuple[int, ...]:
@@ -144,12 +140,10 @@ def leaf_text(leaf: LeafId) -> str:
 
 
 def find_containers(nodes: Mapping[Path, object], names: Iterable[str] = (), stacked: bool = True) -> dict[Path, str]:
-  """{container path: form} of the outermost layer containers.
+  """{container path: form} of the outermost layer containers of a tree by path.
 
-  Args:
-    nodes: A tree by path.
-    names: Containers known beforehand, by last name ('tower') or path ('decoder/tower').
-    stacked: Whether a container without index (`layers`) holds stacked arrays.
+  names: containers known beforehand, by last name ('tower') or path ('decoder/tower'). stacked: whether a container
+  without index (`layers`) holds stacked arrays.
   """
 
   def is_known(prefix: Path, name: str) -> bool:
@@ -196,18 +190,13 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
 
 
 def split_layers(
-  nodes: Mapping[Path, StoredArray | Empty],
-  found: Mapping[Path, str],
-  scan_axis: int,
-  *,
-  like: Mapping[Path, Container] | None = None,
-  opaque: bool = False,
-) -> ParamTree:
+  nodes: Mapping[Path, StoredArray | Empty], found: Mapping[Path, str], scan_axis: int, *,
+  like: Mapping[Path, Container] | None = None, opaque: bool = False,
+) -> ParamTree:  # fmt: skip
   """Turns the arrays of one tree into a ParamTree.
 
-  found: containers and their forms, from `find_containers` or `position`. like: the parameters' containers, which
-  tell L where a moment tree has no array in one. opaque: leave stacked arrays whole.
-  Raises LayoutError where a stacked leaf has another number of layers than the rest of its container.
+  found: containers and their forms. like: the parameters' containers, which tell L where a moment tree has no array in
+  one. opaque: leave stacked arrays whole. Raises LayoutError where the leaves of a container have unlike L.
   """
   tree = ParamTree()
   stacked: dict[Path, list[tuple[Path, StoredArray | Empty]]] = {path: [] for path in found}
@@ -269,21 +258,17 @@ def _block(names: set[str]) -> tuple[str, int]:
 
 def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis: int) -> int:
   """L of a stacked container: the size most leaves have on the scan axis. All must have it."""
-  where = slash_path(container)
+  where, sizes = slash_path(container), {}
   for rest, array in arrays.items():
     if not array.shape:
       raise LayoutError(f"leaf {where}/{slash_path(rest)} is a scalar, but {where} stacks its layers")
-  sizes = {rest: array.shape[min(scan_axis, len(array.shape) - 1)] for rest, array in arrays.items()}
-  if not sizes:
-    return 0
-  expected = Counter(sizes.values()).most_common(1)[0][0]
+    sizes[rest] = array.shape[min(scan_axis, len(array.shape) - 1)]
+  expected = max(sizes.values(), key=[*sizes.values()].count, default=0)
   if wrong := [(rest, size) for rest, size in sizes.items() if size != expected]:
     rest, size = wrong[0]
-    raise LayoutError(
-      f"leaf {where}/{slash_path(rest)} has size {size} on scan axis {scan_axis}, expected L={expected}"
-      + (f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else "")
-      + "; give the right axis with --scan_axis"
-    )
+    more = f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else ""
+    said = f"leaf {where}/{slash_path(rest)} has size {size} on scan axis {scan_axis}, expected L={expected}{more}"
+    raise LayoutError(f"{said}; give the right axis with --scan_axis")
   return expected
 
 

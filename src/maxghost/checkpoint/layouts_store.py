@@ -1,8 +1,7 @@
 """Stored checkpoint trees: every leaf by path, opened but not read.
 
-`RawTree` is what a checkpoint folder or a tree in memory holds, whatever its layout. Orbax restores whole trees; a
-converter holds one array at a time, so this module reads arrays with TensorStore, which Orbax is built on. A path is a
-tuple: text for a dict key or a field name, int for a position in a list. JAX is imported only for trees in memory.
+Orbax restores whole trees; a converter holds one array at a time, so this module reads arrays with TensorStore, which
+Orbax is built on. A path is a tuple: text for a dict key or a field name, int for a position in a list.
 """
 
 import json
@@ -33,7 +32,7 @@ TreePath = tuple[str | int, ...]
 
 
 class LayoutError(ConfigError):
-  """A checkpoint that cannot be read, or a request that it cannot meet: one clear line per problem."""
+  """A checkpoint that cannot be read, or a request that it cannot meet."""
 
 
 class VerificationError(LayoutError):
@@ -67,14 +66,10 @@ def nested(flat: Mapping[Any, Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-  """One array of a checkpoint, or tensor of a file.
+  """One array of a checkpoint, or tensor of a file. shape, dtype: as stored: a random key is its uint32 words.
 
-  Attributes:
-    path: Where it is in the tree.
-    shape, dtype: As stored: a random key is its uint32 words.
-    read: Reads the block of a tuple of slices, one per dimension (of a tensor: for the first one); None reads all.
-    key_impl: The generator of a random key, else None.
-    chunk_nbytes: Bytes to decode in order to read one element.
+  read: reads the block of a tuple of slices, one per dimension (of a tensor: for the first one); None reads all.
+  key_impl: the generator of a random key. chunk_nbytes: bytes to decode in order to read one element.
   """
 
   path: TreePath
@@ -112,7 +107,7 @@ Node = StoredArray | Empty | Text
 
 @dataclass
 class RawTree:
-  """All leaves of a checkpoint and its metadata; `origin` names it in errors."""
+  """All leaves of a checkpoint and its metadata, whatever its layout; `origin` names it in errors."""
 
   nodes: dict[TreePath, Node]
   origin: str = "the given tree"
@@ -122,7 +117,6 @@ class RawTree:
 
   @property
   def location(self) -> "Location":
-    """`folder` of a tree on disk."""
     assert self.folder is not None, f"{self.origin} is in memory"
     return self.folder
 
@@ -146,9 +140,8 @@ class Location:
 
   def siblings(self) -> list[str]:
     """Other items of the same step: data iterator, positions, ..."""
-    if self.item == self.step:
-      return []
-    return sorted(p.name for p in self.step.iterdir() if p.is_dir() and p.name != self.item.name)
+    around = self.step.iterdir() if self.item != self.step else ()
+    return sorted(p.name for p in around if p.is_dir() and p.name != self.item.name)
 
 
 def locate(path: str | os.PathLike) -> Location:
@@ -172,11 +165,9 @@ def locate(path: str | os.PathLike) -> Location:
 
 def _no_tree(path: Any, folder: Path) -> str:
   names = sorted(p.name for p in folder.iterdir())
-  steps = [name for name in names if name.isdigit()]
   if "checkpoints" in names:
     folder = folder / "checkpoints"
-    steps = sorted(p.name for p in folder.iterdir() if p.name.isdigit())
-  if steps:
+  if steps := sorted(p.name for p in folder.iterdir() if p.name.isdigit()):
     return f"{path} holds the steps {', '.join(sorted(steps, key=int))}; name one, as in {folder / steps[0]}"
   if any(name in ITEM_NAMES or name in ("manifest.ocdbt", "d", STEP_METADATA) for name in names):
     return f"{path} is damaged or half copied: it has no {TREE_METADATA}"
@@ -205,9 +196,8 @@ def open_at(where: Location, origin: str) -> RawTree:
   except (TypeError, KeyError, ValueError) as error:
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged ({type(error).__name__}: {error})") from error
   wanted = [path for path, node in nodes.items() if isinstance(node, Text) and node.kind != "string"]
-  return RawTree(
-    nodes | _open_arrays(where.item, tree, wanted), origin, step_metadata, tree.get("custom_metadata"), where
-  )
+  nodes |= _open_arrays(where.item, tree, wanted)
+  return RawTree(nodes, origin, step_metadata, tree.get("custom_metadata"), where)
 
 
 def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePath, StoredArray]:
@@ -349,6 +339,5 @@ def _memory_node(path: TreePath, leaf: Any) -> Node:
   if is_typed_key(leaf):
     impl, leaf = str(key_impl(leaf)), key_words(leaf)
   dtype = np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
-  return StoredArray(
-    path, np.shape(leaf), dtype, lambda index: np.asarray(leaf if index is None else leaf[index]), impl
-  )
+  read = lambda index: np.asarray(leaf if index is None else leaf[index])  # noqa: E731
+  return StoredArray(path, np.shape(leaf), dtype, read, impl)

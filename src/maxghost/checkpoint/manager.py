@@ -64,11 +64,9 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 class CheckpointManager:
-  """The checkpoints of one run.
+  """The checkpoints of one run. Each process makes a manager of the same folder and calls it in the same order.
 
-  Each process makes a manager of the same folder and calls it in the same order; each writes and reads its part of the
-  arrays. max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message
-  for the user.
+  max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message for the user.
   """
 
   def __init__(
@@ -163,10 +161,9 @@ class CheckpointManager:
       self._say_what_changed(restored)
       return restored._replace(tree=_with_typed_keys(restored.tree, abstract_tree))
     if unusable:
-      raise CheckpointError(
-        f"none of the checkpoints in {self._directory} can be used: {', '.join(map(str, sorted(unusable)))}; "
-        "put a good one there, or remove them all to start again at step 0"
-      )
+      steps = ", ".join(map(str, sorted(unusable)))
+      way = "put a good one there, or remove them all to start again at step 0"
+      raise CheckpointError(f"none of the checkpoints in {self._directory} can be used: {steps}; {way}")
     return None
 
   def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origin: str) -> None:
@@ -184,10 +181,8 @@ class CheckpointManager:
     positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
     positions = check_seal(positions)
     if positions.get("format", 0) > FORMAT_VERSION:
-      raise CheckpointError(
-        f"checkpoint {self.path(step)} has format {positions['format']}, this maxghost reads up to {FORMAT_VERSION}; "
-        "update maxghost"
-      )
+      reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
+      raise CheckpointError(f"checkpoint {self.path(step)} has format {positions['format']}, {reads}")
     stored = _flatten(self._manager.item_metadata(step)["items"].tree)
     _check_leaves(self.path(step), stored, _flatten(wanted))
     tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
@@ -200,10 +195,8 @@ class CheckpointManager:
     """Says which versions are others than those that wrote the checkpoint, where it has a record of them."""
     then, now = restored.positions.get("made_with", {}), made_with()
     if other := [f"{name} {then[name]}, now {value}" for name, value in now.items() if then.get(name, value) != value]:
-      self._say(
-        f"maxghost: note: checkpoint {self.path(restored.step)} was made with {'; '.join(other)}: the run goes on, but "
-        "its numbers may differ in the last bits from those of a run without a change"
-      )
+      but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
+      self._say(f"maxghost: note: checkpoint {self.path(restored.step)} was made with {'; '.join(other)}: {but}")
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
     """Runs a part of the save, in every process unless `alone`. Raises CheckpointError in all if it fails in one."""
@@ -245,10 +238,8 @@ class CheckpointManager:
     if distributed.is_first():
       path.unlink()
     if not all(sees):
-      raise ConfigError(
-        f"base_output_directory: process {sees.index(False)} does not see what process 0 writes to {self._directory}; "
-        "name a folder of a file system that all processes share"
-      )
+      blind = f"process {sees.index(False)} does not see what process 0 writes to {self._directory}"
+      raise ConfigError(f"base_output_directory: {blind}; name a folder of a file system that all processes share")
 
   def _set_aside(self, steps: list[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""
@@ -276,17 +267,14 @@ def _sees(path: Path, text: str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-  """Why a part of a save failed, in one line."""
   if isinstance(error, TimeoutError):
-    limit = f"in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
-    return _WAITED if "barrier" in str(error) else f"it was not written {limit}"
+    hangs = f"it was not written in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
+    return _WAITED if "barrier" in str(error) else hangs
   text = str(error).strip().splitlines()
   return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 
 
-def _store() -> Any:
-  """The key-value store of jax.distributed."""
-  return ocp.multihost.get_jax_distributed_client()
+_store = ocp.multihost.get_jax_distributed_client  # the key-value store of jax.distributed
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:
@@ -316,9 +304,8 @@ def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, An
   """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype."""
   unlike = []
   for name in sorted(wanted.keys() & stored.keys()):
-    have, want = stored[name], wanted[name]
-    if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
-      unlike.append(f"{name} is {have.dtype}{list(have.shape)} there and {want.dtype}{list(want.shape)} in the model")
+    have, want = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in (stored[name], wanted[name]))
+    unlike += [f"{name} is {have} there and {want} in the model"] if have != want else []
   missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
   if text := misfit(path, sorted(missing), sorted(extra), unlike):
     raise CheckpointError(text)
@@ -342,8 +329,5 @@ def _with_raw_keys(tree: Any) -> Any:
 
 def _with_typed_keys(tree: Any, like: Any) -> Any:
   """Words become typed keys again where `like` has one."""
-
-  def typed(leaf, model):
-    return jax.random.wrap_key_data(leaf, impl=key_impl(model)) if is_typed_key(model) else leaf
-
+  typed = lambda x, key: jax.random.wrap_key_data(x, impl=key_impl(key)) if is_typed_key(key) else x  # noqa: E731
   return jax.tree.map(typed, tree, like)

@@ -1,9 +1,7 @@
 """Architecture families: one record holds all that is particular to a `decoder_block`.
 
 To add a dense family, write its record in configs/families.yml or `register` it from your own code, and add a file to
-configs/models.
-Layers take their names from the record, the configuration its checks, and `interop` the names and shapes of the tensors
-of Hugging Face and GGUF.
+configs/models. Layers, the configuration's checks, and `interop` read the record.
 """
 
 import dataclasses
@@ -31,15 +29,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-  """Which parameters a tensor of Hugging Face holds.
+  """Which parameters, of shape lead + inputs + outputs, a tensor of Hugging Face holds; it has two axes, of in and out.
 
-  A parameter has the shape lead + inputs + outputs; the tensor has the inputs as one axis and the outputs as one axis.
-
-  name: of the tensor, with {layer} and {expert}; {expert} means one tensor for each entry of `lead`.
-  paths: the parameters without their layer index. Several lie side by side along the outputs, or in turn
-    (`interleaved`).
-  transpose: stored as [out, in], as torch's linear layers are.
-  when: a key of the model that must be true (`key`) or false (`!key`) for the tensor to exist.
+  name: of the tensor, with {layer} and {expert}; {expert} means one tensor for each entry of `lead`. paths: the
+  parameters without their layer index; several lie side by side along the outputs, or in turn (`interleaved`).
+  transpose: stored as [out, in], as torch's linear layers are. when: a key of the model that must be true (`key`) or
+  false (`!key`) for the tensor to exist.
   """
 
   name: str
@@ -53,13 +48,7 @@ class TensorRule:
 
 
 def table(theirs: str, ours: str, lines: str) -> tuple[TensorRule, ...]:
-  """Rules from lines of `tensor parameters shape [when]`, which configs/tensors.txt explains.
-
-  Args:
-    theirs: What the names of the tensors begin with.
-    ours: What the paths of the parameters begin with.
-    lines: One rule a line; empty lines and comments are left out.
-  """
+  """Rules from lines as in configs/tensors.txt. theirs, ours: what tensors' names and parameters' paths begin with."""
   rules = []
   for line in map(str.split, lines.splitlines()):
     if not line or line[0] == "#":
@@ -74,9 +63,8 @@ def table(theirs: str, ours: str, lines: str) -> tuple[TensorRule, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFace:
-  """A family as `transformers` has it.
+  """A family as `transformers` has it. model_type, model_class: in config.json. entries: model keys that it holds.
 
-  model_type, model_class: in config.json. entries: model keys that config.json holds.
   demands: entries of config.json without a key here, and the values that make the function known here; the first is
     the default and is written.
   sliding: which layers slide where `layer_types` does not say: none (""), "all", "late" (from max_window_layers on) or
@@ -99,14 +87,11 @@ class HuggingFace:
 class Family:
   """What `decoder_block=name` stands for.
 
-  needs: values that all published models of the family have; with others the name would promise another function.
-  example: a file of configs/models. routed: whether it has experts; None = with and without.
-  attention, mlp, experts, norms: names of a layer's modules; of the norms before attention and before the feed-forward
-    layer.
-  maxtext_scales_queries: whether MaxText keeps 1/sqrt(head_dim) in the query weights instead of in attention; None
-    where MaxText has no such family.
-  layer_norm: LayerNorm with bias in place of RMSNorm.
-  gguf: the architecture in GGUF files; "" = not read. gguf_pairs: whether neighbouring pairs are rotated there.
+  needs: values that all published models of the family have. example: a file of configs/models. routed: whether it has
+  experts; None = with and without. layer_norm: LayerNorm with bias in place of RMSNorm. attention, mlp, experts, norms:
+  names of a layer's modules; of the norms before attention and before the feed-forward layer. maxtext_scales_queries:
+  whether MaxText keeps 1/sqrt(head_dim) in the query weights instead of in attention; None where MaxText has no such
+  family. gguf: the architecture in GGUF files; "" = not read. gguf_pairs: whether neighbouring pairs are rotated there.
   """
 
   name: str
@@ -127,7 +112,7 @@ class Family:
   def tensors(self) -> tuple[TensorRule, ...]:
     """The table of Hugging Face tensors with the family's own names in it."""
     names = {"attention": self.attention, "mlp": self.mlp, "experts": self.experts}
-    names |= {f"norm_{i}": name for i, name in enumerate(self.norms)}
+    names |= {"norm_0": self.norms[0], "norm_1": self.norms[1]}
     return tuple(
       dataclasses.replace(rule, paths=tuple(path.format_map(names) for path in rule.paths))
       for rule in self.huggingface.tensors
@@ -154,7 +139,6 @@ _FOLLOWS: dict[str, Callable[[Callable[[str], int]], int]] = {
 
 
 def _entries(groups: Iterable[Mapping[str, Mapping]]) -> tuple[Entry, ...]:
-  """The entries of some groups of configs/families.yml."""
   read: dict[str, dict[str, Any]]
   read = {key: dict(entry, names=tuple(entry["names"].split())) for group in groups for key, entry in group.items()}
   for key, entry in read.items():
@@ -165,7 +149,6 @@ def _entries(groups: Iterable[Mapping[str, Mapping]]) -> tuple[Entry, ...]:
 
 
 def _shipped() -> Iterator[Family]:
-  """The families of configs/families.yml, with the tensors of configs/tensors.txt."""
   rules = {}
   for group in (config_dir() / "tensors.txt").read_text("utf-8").split("\n[")[1:]:
     head, _, lines = group.partition("\n")

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
 from typing import TextIO
 
 from maxghost.config import renamed, values
@@ -42,12 +41,6 @@ def about(field: dataclasses.Field) -> str:
   return comments()[field.name].removesuffix(f" ({limits(field)})")
 
 
-def sections() -> Iterator[tuple[str, type, tuple[dataclasses.Field, ...]]]:
-  """(name, dataclass, keys) of every section."""
-  for name, cls in SECTIONS.items():
-    yield name, cls, dataclasses.fields(cls)
-
-
 def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
   """Prints all keys below `usage`, or explains one, with colours on a terminal. Raises ConfigError."""
   out: TextIO = file or sys.stdout
@@ -59,9 +52,9 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
     return
   width = max(len(name) for name in fields())
   lines = [usage, ""] if usage else []
-  for name, cls, items in sections():
+  for name, cls in SECTIONS.items():
     lines.append(f"{name}: {cls.__doc__}")
-    for item in items:
+    for item in dataclasses.fields(cls):
       parts = (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}")
       lines.append(f"  {item.name:<{width}}  {about(item)} [{'; '.join(filter(None, parts))}]")
     lines.append("")
@@ -74,7 +67,7 @@ def explain(key: str) -> str:
   if key not in known:
     raise values.ConfigError(renamed.unknown(key, known))
   field = known[key]
-  section, cls = next((name, cls) for name, cls, items in sections() if field in items)
+  section, cls = next((name, cls) for name, cls in SECTIONS.items() if field in dataclasses.fields(cls))
   rows = [
     ("type", values.type_name(field.type)),
     ("default", values.shown(field.default)),
@@ -94,28 +87,24 @@ def _print_rich(file: TextIO, usage: str) -> None:
   console = Console(file=file)
   if usage:
     console.print(Text(usage))
-  for name, cls, items in sections():
+  for name, cls in SECTIONS.items():
     console.print(Text.assemble("\n", (name, "bold"), f"  {cls.__doc__}"))
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 1), pad_edge=True)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(style="green", max_width=24, overflow="fold")
     table.add_column(overflow="fold")
-    for item in items:
-      bound = limits(item)
-      text = Text.assemble(about(item), (f"  ({bound})" if bound else "", "dim"))
-      table.add_row(item.name, Text(values.shown(item.default)), text)
+    for item in dataclasses.fields(cls):
+      bound = f"  ({limits(item)})" if limits(item) else ""
+      table.add_row(item.name, Text(values.shown(item.default)), Text.assemble(about(item), (bound, "dim")))
     console.print(table)
 
 
-def list_values(loaded: Loaded, changed_only: bool = False) -> str:
-  """Every key, its value and where the value came from, by section. `changed_only` leaves out what is default."""
+def list_values(loaded: Loaded) -> str:
   flat = loaded.config.flat()
   rows = {name: (values.to_yaml(name, flat[name]).rstrip("\n"), loaded.origins[name]) for name in flat}
   width = min(60, max(len(text) for text, _ in rows.values()))
   lines = []
-  for section, _, items in sections():
-    chosen = [rows[item.name] for item in items if not (changed_only and loaded.origins[item.name] == "default")]
-    if chosen:
-      lines.append(f"# {section}")
-      lines.extend(f"{text:<{width}}  # {origin}" for text, origin in chosen)
+  for section, cls in SECTIONS.items():
+    named = (rows[item.name] for item in dataclasses.fields(cls))
+    lines += [f"# {section}", *(f"{text:<{width}}  # {origin}" for text, origin in named)]
   return "\n".join(lines)

@@ -1,32 +1,25 @@
-"""Reads a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts.
-
-Reading has no side effects and imports no JAX. The problems of all sources are raised as one ConfigError. The origin of
-each value is kept.
-"""
+"""Reads a configuration: schema defaults, then a YAML, then a model file, then `key=value` texts."""
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from maxghost.config import files, renamed, values
-from maxghost.config.schema import SECTIONS, Config
+from maxghost.config.schema import SECTIONS, Config, fields
 from maxghost.config.validate import cross_problems, value_problems
 
 COMMAND_LINE = "command line"
-DEFAULT = "default"
 # This key marks the saved configuration of a run, whose values include those of the model file: reading it does not lay
 # the model file over them again.
 RESOLVED = "config_is_resolved"
 _DEEPEST = 20  # levels of nested lists
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
   """One value as it was given: its origin and its YAML node, None where the text is not YAML (see `problem`)."""
 
   origin: str
@@ -34,8 +27,7 @@ class Given:
   problem: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
   """A configuration, each value's origin ("configs/base.yml:12", "command line"), notes on what was overridden."""
 
   config: Config
@@ -44,7 +36,7 @@ class Loaded:
 
 
 class _Loader(yaml.SafeLoader):
-  """Refuses lists nested deeper than any value is at once; the recursion limit would take seconds to reach."""
+  """Refuses lists nested deeper than any value is; the recursion limit would take seconds to reach."""
 
   depth = 0
 
@@ -55,11 +47,6 @@ class _Loader(yaml.SafeLoader):
     node = super().compose_node(parent, index)
     self.depth -= 1
     return node
-
-
-def fields() -> dict[str, dataclasses.Field]:
-  """Every key of the schema and its dataclass field, in the order of the sections."""
-  return {item.name: item for cls in SECTIONS.values() for item in dataclasses.fields(cls)}
 
 
 def load(path: str | os.PathLike | None = None, *overrides: str, base_dir: str | os.PathLike | None = None) -> Config:
@@ -100,52 +87,36 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   except OSError as error:
     reasons = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder"}
     reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
-    problems.append(f"config file {path} {reason}{_nearest_file(path)}")
+    near = (values.nearest_beside(folder / path.name, "*.y*ml") for folder in (path.parent, files.config_dir()))
+    hint = f"; for the key, write {path}=VALUE" if str(path) in fields() else next(filter(None, near), "")
+    problems.append(f"config file {path} {reason}{hint}")
     return {}
   except yaml.YAMLError as error:
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark else str(path)
     problems.append(f"{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}")
     return {}
-  if root is None:
-    return {}
   if not isinstance(root, yaml.MappingNode):
-    problems.append(f"{path} does not hold `key: value` lines")
+    problems += [] if root is None else [f"{path} does not hold `key: value` lines"]
     return {}
   given: dict[str, Given] = {}
-  for key_node, node in _pairs(root):
-    key, line = str(key_node.value), key_node.start_mark.line + 1
-    if key in given:
-      first = given[key].origin.rpartition(":")[2]
-      problems.append(f"{key} is given twice in {path}, in lines {first} and {line}; remove one")
-      continue
-    given[key] = Given(f"{path}:{line}", node)
+  for pair in root.value:
+    in_group = pair[0].value in renamed.GROUPS and isinstance(pair[1], yaml.MappingNode)
+    for key_node, node in pair[1].value if in_group else (pair,):
+      key, line = str(key_node.value), key_node.start_mark.line + 1
+      if key in given:
+        first = given[key].origin.rpartition(":")[2]
+        problems.append(f"{key} is given twice in {path}, in lines {first} and {line}; remove one")
+      else:
+        given[key] = Given(f"{path}:{line}", node)
   return given
-
-
-def _pairs(root: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-  """The keys of a YAML and their values, those of MaxText's groups without the group."""
-  for key_node, node in root.value:
-    if key_node.value in renamed.GROUPS and isinstance(node, yaml.MappingNode):
-      yield from node.value
-    else:
-      yield key_node, node
-
-
-def _nearest_file(path: Path) -> str:
-  """What a missing YAML file may have been: a key without its value, a file beside it or a shipped configuration."""
-  if str(path) in fields():
-    return f"; for the key, write {path}=VALUE"
-  beside = (values.nearest_beside(folder / path.name, "*.y*ml") for folder in (path.parent, files.config_dir()))
-  return next(filter(None, beside), "")
 
 
 def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str]) -> dict[str, Given]:
   """The keys of `key=value` texts. A value is YAML, except that plain text needs no quotes."""
   given: dict[str, Given] = {}
   seen: dict[str, str] = {}
-  kinds = {name: other.kind for name, other in renamed.OTHER.items()}
-  kinds |= {name: field.type for name, field in fields().items()}
+  kinds = {name: other.kind for name, other in renamed.OTHER.items()} | {n: f.type for n, f in fields().items()}
   for text in texts:
     key, equals, value = text.partition("=")
     group, dot, inner = (key := key.strip()).partition(".")
@@ -179,9 +150,8 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
   if (model_name := name.node.value) == "default":
     return {}
   available: dict[str, Path] = {}
-  for folder in folders:
-    for path in sorted((folder / "models").glob("*.yml")):
-      available.setdefault(path.stem, path)
+  for path in (path for folder in folders for path in sorted((folder / "models").glob("*.yml"))):
+    available.setdefault(path.stem, path)
   if model_name not in available:
     names = ", ".join(["default", *sorted(available)])
     hint = values.did_you_mean(model_name.removesuffix(".yml"), available) or f"; there are {names}"
@@ -196,11 +166,9 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
 
 def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: list[str], notes: list[str]) -> Loaded:
   """Lays the layers over the defaults, with former keys if the first is `resolved`, a run's own. Raises ConfigError."""
-  known = fields()
-  flat = {name: field.default for name, field in known.items()}
-  origins = dict.fromkeys(known, DEFAULT)
+  known, base = fields(), layers[0]
+  flat, origins = {name: field.default for name, field in known.items()}, dict.fromkeys(known, "default")
   broken: set[str] = set()
-  base = layers[0]
   level_of: dict[str, int] = {}
   others: list[tuple[int, str, Any, str]] = []
   for level, layer in enumerate(layers):
@@ -222,10 +190,8 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
         others.append((level, key, value, given.origin))
         continue
       if layer is layers[1] and key in base and key not in broken and value != flat[key] != known[key].default:
-        notes.append(
-          f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {values.shown(value)} of the model file "
-          f"({given.origin}); give {key}= on the command line to keep it"
-        )
+        said = f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {values.shown(value)} of the model"
+        notes.append(f"{said} file ({given.origin}); give {key}= on the command line to keep it")
       flat[key], origins[key], level_of[key] = value, given.origin, level
   for level, key, value, origin in others:
     for target, changed in renamed.OTHER[key].fold(value, flat).items():
@@ -247,11 +213,9 @@ def _convert(name: str, kind: Any, given: Given, field: dataclasses.Field | None
   """("", value) or (problem, None) for one given value, within the limits of the `field` if there is one."""
   if (node := given.node) is None:
     return f"{name} ({given.origin}): {given.problem}", None
-  text = _node_text(node)
-  if (
-    isinstance(node, yaml.ScalarNode) and (other := renamed.SYNONYMS.get(name, {}).get(node.value.lower())) is not None
-  ):
-    node = yaml.ScalarNode("tag:yaml.org,2002:str", other)
+  text, synonyms = _node_text(node), renamed.SYNONYMS.get(name, {})
+  if isinstance(node, yaml.ScalarNode) and node.value.lower() in synonyms:
+    node = yaml.ScalarNode("tag:yaml.org,2002:str", synonyms[node.value.lower()])
   try:
     value = values.from_node(node, kind)
   except values.WrongTypeError as error:
@@ -273,9 +237,8 @@ def _node_text(node: yaml.Node | None, depth: int = 0) -> str:
 
 
 def _build(flat: dict[str, Any]) -> Config:
-  return Config(
-    **{name: cls(**{item.name: flat[item.name] for item in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()}
-  )
+  parts = {name: {item.name: flat[item.name] for item in dataclasses.fields(cls)} for name, cls in SECTIONS.items()}
+  return Config(**{name: SECTIONS[name](**part) for name, part in parts.items()})
 
 
 def replace(cfg: Config, **changes: Any) -> Config:
@@ -283,9 +246,7 @@ def replace(cfg: Config, **changes: Any) -> Config:
 
   `model_name` cannot be changed here, because its file is laid by `load`. Raises ConfigError.
   """
-  known = fields()
-  flat = cfg.flat()
-  problems = []
+  known, flat, problems = fields(), cfg.flat(), []
   for key, value in changes.items():
     if key not in known:
       problems.append(renamed.unknown(key, known))

@@ -39,7 +39,6 @@ class Plugin:
   schedules: tuple[str, ...] = SCHEDULES
 
   def load(self) -> Any:
-    """The class."""
     if not isinstance(self.target, str):
       return self.target
     module, _, name = self.target.partition(":")
@@ -58,9 +57,8 @@ class Optimizer(Plugin):
 
 
 OF_STEP = ("path", "marginal")  # directions through the whole step as a function of the batch gradient
-_own = functools.partial(
-  Optimizer, columns=("momentum", "weight_decay"), by_segment=True, elementwise=True, offers=OF_STEP
-)
+_usual = {"columns": ("momentum", "weight_decay"), "by_segment": True, "elementwise": True, "offers": OF_STEP}
+_own = functools.partial(Optimizer, **_usual)
 OPTIMIZERS: dict[str, Optimizer] = {
   "adamw": _own("maxghost.optimizers.adamw:AdamW", direction="adam"),
   "sgd": _own("maxghost.optimizers.sgd:Sgd", direction="sgd"),
@@ -70,11 +68,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Objective(Plugin):
-  """What a run minimises; the fields are those of `objectives.Objective`.
+  """What a run minimises; the fields are those of `objectives.Objective`. perplexity: whether loss is nats per token.
 
   reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
-    that is "base", the model without them); "teacher", another model; "" none.
-  perplexity: whether its loss is nats per token.
+  that is "base", the model without them); "teacher", another model; "" none.
   validated_by: the objective of validation sets that name none; "" for the same one.
   """
 
@@ -108,7 +105,7 @@ KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": O
 
 
 class Names(Sequence[str]):
-  """The values of a key, read at each access, because a plug-in may be registered after the key was made."""
+  """The values of a key, read at each access: a plug-in may be registered after the key was made."""
 
   def __init__(self, read: Callable[[], Sequence[str]]):
     self._read = read
@@ -121,7 +118,6 @@ class Names(Sequence[str]):
 
 
 def directions() -> tuple[str, ...]:
-  """Values of ghost_direction."""
   known = (None, "sgd", *OF_STEP)
   own = [str(optimizer.direction) for optimizer in OPTIMIZERS.values() if optimizer.direction not in known]
   return ("auto", "sgd", *own, *OF_STEP, "second_order")
@@ -168,13 +164,9 @@ def direction_problem(direction: str, opt_type: str) -> str:
   able = lambda one: one.direction is not None if direction == "auto" else direction in one.offers  # noqa: E731
   if direction not in ("auto", *OF_STEP) or able(OPTIMIZERS[opt_type]):
     return ""
+  what = f"credits the optimizer's whole step, which opt_type={opt_type} does not offer; use ghost_direction=auto"
+  if direction == "auto":
+    what = f"means the optimizer's own direction, but opt_type={opt_type} offers none; use ghost_direction=sgd (the "
+    what += "plain validation gradient), ghost_enabled=false"
   offering = " or ".join(name for name, optimizer in OPTIMIZERS.items() if able(optimizer))
-  if direction in OF_STEP:
-    return (
-      f"ghost_direction={direction} credits the optimizer's whole step, which opt_type={opt_type} does not offer; use "
-      f"ghost_direction=auto, or opt_type={offering}"
-    )
-  return (
-    f"ghost_direction=auto means the optimizer's own direction, but opt_type={opt_type} offers none; use "
-    f"ghost_direction=sgd (the plain validation gradient), ghost_enabled=false, or opt_type={offering}"
-  )
+  return f"ghost_direction={direction} {what}, or opt_type={offering}"

@@ -1,8 +1,7 @@
 """Keys that the schema does not have: former names of keys, and MaxText's names for what maxghost calls otherwise.
 
 `OTHER` holds both, from configs/renamed.yml. MaxText's names may be given anywhere and are folded into the keys of the
-schema. Former names are errors that name the present key, except in the saved configuration of a run, which keeps its
-meaning.
+schema. Former names are errors that name the present key, except in the saved configuration of a run.
 """
 
 import functools
@@ -13,7 +12,6 @@ from maxghost.config.files import read_table
 from maxghost.config.values import WORDS, did_you_mean
 
 Values = Mapping[str, Any]
-
 
 # How a value of such a key changes the keys of the schema: functions of the value, the values of the other keys, and
 # what configs/renamed.yml says behind the name of the function.
@@ -36,9 +34,7 @@ def offload(value: Any, values: Values, what: str, asked: Any) -> dict[str, Any]
 def item(value: Any, values: Values, key: str, place: int, unset: Any = None) -> dict[str, Any]:
   """One item of a list that is set."""
   held = values[key]
-  if not held or value == unset:
-    return {}
-  return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])}
+  return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])} if held and value != unset else {}
 
 
 def validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
@@ -106,14 +102,13 @@ SYNONYMS: dict[str, dict[str, str]] = {
   "muon_consistent_rms": {"none": "0.0"},
 }
 
-
 _MOST_LINES = 10  # of errors about keys that only MaxText has
 _FOREIGN = " is a MaxText key that maxghost does not have"
 
 
 @functools.cache
 def _maxtext() -> dict[str, Any]:
-  """configs/maxtext/keys.yml: MaxText's keys that the schema lacks, and what to say of some of them."""
+  """MaxText's keys that the schema lacks, and what to say of some of them."""
   return read_table("maxtext/keys.yml")
 
 
@@ -123,7 +118,7 @@ def asks_for_nothing(key: str, text: Any) -> bool:
     return False
   plain = text.strip().lower().removesuffix(".0")
   same: dict[str, str] = _maxtext()["same"]
-  return any(key in same[value].split() for value in ("*", "" if plain == "none" else plain) if value in same)
+  return any(key in same.get(value, "").split() for value in ("*", "" if plain == "none" else plain))
 
 
 def unknown(key: str, known: Mapping[str, Any], origin: str = "") -> str:
@@ -143,8 +138,6 @@ def shortened(problems: list[str]) -> list[str]:
   if len(foreign) <= _MOST_LINES:
     return problems
   names = ", ".join(text.split("'")[1] for text in foreign[:_MOST_LINES])
-  line = (
-    f"{len(foreign)} keys are MaxText keys that maxghost does not have: {names}, ...; a file needs only the keys that "
-    "it changes (docs/from-maxtext.md)"
-  )
+  line = f"{len(foreign)} keys are MaxText keys that maxghost does not have: {names}, ...; "
+  line += "a file needs only the keys that it changes (docs/from-maxtext.md)"
   return [line, *(text for text in problems if _FOREIGN not in text)]

@@ -1,10 +1,8 @@
 """Every configuration key: its type, its default and its limits.
 
-A user's YAML is flat; here each component has a frozen section of its own and receives only that section. A key is a
-dataclass field made by `key(...)`; configs/base.yml explains it in the comment above its default, which
-`maxghost train --help` prints. To add a key, write its field here, its lines there and its reader in the same change,
-and a check in validate.py where it can contradict another key. Nothing in this package imports JAX, so that a wrong key
-is reported before JAX starts.
+A user's YAML is flat; here each component has a frozen section of its own. A key is a dataclass field made by
+`key(...)`; configs/base.yml explains it in the comment above its default, which `maxghost train --help` prints. To add
+a key, write its field here, its lines there, its reader, and a check in validate.py where it can contradict another.
 """
 
 import dataclasses
@@ -288,7 +286,7 @@ class GhostConfig:
   def carries_curvature(self) -> bool:
     """Whether the curvature of replaced validation rows serves the first step with new ones (`step.make_closing`)."""
     of_every_step = self.ghost_every == self.ghost_val_every == 1 and self.ghost_val_refresh_steps > 0
-    return self.curvature == "secant" and of_every_step and self.ghost_schedule in ("two_pass", "forward_mode")
+    return self.curvature == "secant" and of_every_step and self.passes == "two_pass"
 
   @property
   def engine(self) -> str:
@@ -324,7 +322,6 @@ class CheckpointConfig:
 
   @property
   def given_by(self) -> str:
-    """The key of `given`."""
     return "load_full_state_path" if self.load_full_state_path else "load_parameters_path"
 
 
@@ -381,8 +378,7 @@ class Config:
   parallel: ParallelConfig = ParallelConfig()
 
   def __post_init__(self):
-    known = {f.name: f for part in self.sections() for f in dataclasses.fields(part)}
-    if problems := value_problems(self.flat(), known):
+    if problems := value_problems(self.flat(), fields()):
       raise ConfigError(*problems)
 
   @property
@@ -428,18 +424,20 @@ class Config:
   @property
   def direction_name(self) -> str:
     """The direction that scores are made with, for logs: auto by its own name, and the curvature."""
-    name = self.ghost.direction
     own = plugins.OPTIMIZERS[self.optimizer.opt_type].direction
-    name = str(own) if name == "auto" else name
+    name = str(own) if self.ghost.direction == "auto" else self.ghost.direction
     return name if self.ghost.curvature == "none" else f"{name}+{self.ghost.curvature}"
 
   def flat(self) -> dict[str, Any]:
     """Every key and its value, in the order of the sections."""
-    return {f.name: getattr(part, f.name) for part in self.sections() for f in dataclasses.fields(part)}
-
-  def sections(self) -> tuple:
-    return tuple(getattr(self, name) for name in SECTIONS)
+    sections = (getattr(self, name) for name in SECTIONS)
+    return {f.name: getattr(section, f.name) for section in sections for f in dataclasses.fields(section)}
 
 
 # name -> dataclass of every section
 SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
+
+
+def fields() -> dict[str, dataclasses.Field]:
+  """Every key of the schema and its dataclass field, in the order of the sections."""
+  return {item.name: item for cls in SECTIONS.values() for item in dataclasses.fields(cls)}

@@ -30,12 +30,10 @@ class Values:
   """The valid values by key. Reading a key whose own value is wrong raises UnsoundError, which ends the check."""
 
   def __init__(self, values: dict[str, Any]):
-    self._values = values
+    vars(self).update(values)
 
   def __getattr__(self, name: str) -> Any:
-    if name not in self._values:
-      raise UnsoundError(name)
-    return self._values[name]
+    raise UnsoundError(name)
 
   def __getitem__(self, name: str) -> str:
     """`name=value`, as a user writes it."""
@@ -45,12 +43,10 @@ class Values:
 def heads(v: Values) -> Iterator[str]:
   num_heads, num_kv = v.base_num_query_heads, v.base_num_kv_heads
   if num_heads % num_kv:
-    down, up = num_heads - num_heads % num_kv, num_heads + num_kv - num_heads % num_kv
-    more = f"{down} or {up}" if down else str(up)
-    yield (
-      f"base_num_query_heads={num_heads} is not a multiple of base_num_kv_heads={num_kv}; "
-      f"use base_num_query_heads={more}, or base_num_kv_heads={' or '.join(map(str, divisors(num_heads)))}"
-    )
+    down = num_heads - num_heads % num_kv
+    more = f"{down} or {down + num_kv}" if down else str(num_kv)
+    use = f"use base_num_query_heads={more}, or base_num_kv_heads={' or '.join(map(str, divisors(num_heads)))}"
+    yield f"{v['base_num_query_heads']} is not a multiple of {v['base_num_kv_heads']}; {use}"
 
 
 def qk_clip(v: Values) -> Iterator[str]:
@@ -90,10 +86,8 @@ def family(v: Values) -> Iterator[str]:
   for key, needed in record.needs.items():
     if (value := getattr(v, key)) != needed:
       own = next(other.name for other in FAMILIES.values() if not other.needs)
-      yield (
-        f"{block} has {key}={shown(needed)}, not {shown(value)}; set it ({example} sets all of the family), or "
-        f"decoder_block={own} for a model of your own"
-      )
+      use = f"set it ({example} sets all of the family), or decoder_block={own} for a model of your own"
+      yield f"{block} has {key}={shown(needed)}, not {shown(value)}; {use}"
   if record.routed and v.num_experts == 1:
     yield f"{block} has experts, but num_experts=1; set it, or {example}"
   if record.routed is False and v.num_experts > 1:
@@ -107,10 +101,8 @@ def sizes(v: Values) -> Iterator[str]:
   if v.tokenizer_type == "byte" and v.vocab_size < BYTE_IDS:
     yield f"{v['vocab_size']} is too small for tokenizer_type=byte, which has {BYTE_IDS} ids; use {BYTE_IDS} or more"
   if 0 <= v.trainable_position_size < v.max_target_length:
-    yield (
-      f"{v['trainable_position_size']} is less than {v['max_target_length']}; use {v.max_target_length} or more, "
-      f"max_target_length={v.trainable_position_size} or less, or -1 for no table"
-    )
+    use = f"{v.max_target_length} or more, max_target_length={v.trainable_position_size} or less, or -1 for no table"
+    yield f"{v['trainable_position_size']} is less than {v['max_target_length']}; use {use}"
   tiled = "max_target_length" if v.vocab_tiling_axis == "tokens" else "vocab_size"
   if v.num_vocab_tiling > (size := getattr(v, tiled)):
     yield f"{v['num_vocab_tiling']} with {v['vocab_tiling_axis']} is more than {v[tiled]}; use at most {size}"
@@ -127,10 +119,8 @@ def layer_cycle(v: Values) -> Iterator[str]:
   if "local_sliding" in types and v.sliding_window_size < 1:
     yield "attention_type=local_sliding needs sliding_window_size, the number of tokens a position sees, such as 128"
   if "local_sliding" not in types and v.sliding_window_size:
-    yield (
-      f"{v['sliding_window_size']} is read by attention_type=local_sliding only, not by {shown(types)}; "
-      "set attention_type, or sliding_window_size=0"
-    )
+    use = "set attention_type, or sliding_window_size=0"
+    yield f"{v['sliding_window_size']} is read by attention_type=local_sliding only, not by {shown(types)}; {use}"
 
 
 def experts(v: Values) -> Iterator[str]:
@@ -232,10 +222,8 @@ def periods(v: Values) -> Iterator[str]:
     yield "eval_interval=0 is no interval; use -1 for never, or the number of steps between evaluations"
   warmup, decay = v.warmup_steps_fraction, v.wsd_decay_steps_fraction
   if v.lr_schedule_type == "wsd" and warmup + decay > 1:
-    yield (
-      f"{v['warmup_steps_fraction']} and {v['wsd_decay_steps_fraction']} together exceed 1; "
-      f"use wsd_decay_steps_fraction={shown(round(1 - warmup, 6))} or less"
-    )
+    use = f"use wsd_decay_steps_fraction={shown(round(1 - warmup, 6))} or less"
+    yield f"{v['warmup_steps_fraction']} and {v['wsd_decay_steps_fraction']} together exceed 1; {use}"
 
 
 def plugins_together(v: Values) -> Iterator[str]:
@@ -246,18 +234,14 @@ def plugins_together(v: Values) -> Iterator[str]:
       yield problem
     if direction not in ("auto", "sgd", *plugins.OF_STEP, rule.direction):
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
-      own = "auto or sgd" if rule.direction else "sgd"
-      yield (
-        f"{v['ghost_direction']} contradicts {v['opt_type']}: it goes through another optimizer's update; "
-        f"use ghost_direction={own}, or opt_type={' or '.join(offering)}"
-      )
+      use = f"use ghost_direction={'auto or sgd' if rule.direction else 'sgd'}, or opt_type={' or '.join(offering)}"
+      yield f"{v['ghost_direction']} contradicts {v['opt_type']}: it goes through another optimizer's update; {use}"
     passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
     named = ", ".join(v[key] for key in plugins.KINDS)
     for key, known in plugins.KINDS.items():
-      taken, way = known[getattr(v, key)].schedules, "has no scores; use ghost_enabled=false"
-      if taken:
-        way = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}"
-      if passes not in taken:
+      if passes not in (taken := known[getattr(v, key)].schedules):
+        some = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}" if taken else ""
+        way = some or "has no scores; use ghost_enabled=false"
         yield f"{named} and ghost_schedule={passes} do not go together: {v[key]} {way}, or another {key}"
   if v.ghost_select == "greats" and not rule.elementwise:
     wanted = "compares rows by an elementwise update"
@@ -434,10 +418,9 @@ def selection(v: Values) -> Iterator[str]:
     return
   if not v.ghost_enabled:
     yield f"{given} chooses by scores; use ghost_enabled=true, or ghost_select=none"
-  if v.ghost_direction == "second_order":
-    yield f"{given} chooses before the step is known; use ghost_direction=auto or sgd"
-  elif v.ghost_curvature == "hessian":
-    yield f"{given} chooses before the step is known; use ghost_curvature=secant or none"
+  if v.ghost_direction == "second_order" or v.ghost_curvature == "hessian":
+    use = "direction=auto or sgd" if v.ghost_direction == "second_order" else "curvature=secant or none"
+    yield f"{given} chooses before the step is known; use ghost_{use}"
   if micro_batches > 1:
     yield f"{given} chooses among a whole batch's rows; use gradient_accumulation_steps=1, not {micro_batches}"
   if v.ghost_every > 1:
@@ -516,15 +499,15 @@ def value_problems(flat: dict[str, Any], fields: dict[str, Field]) -> list[str]:
   """All problems of values given in Python: types, limits and choices of each key, then the checks across keys."""
   problems, sound = [], {}
   for key, value in flat.items():
-    field = fields[key]
     try:
       if isinstance(value, list):
         raise WrongTypeError("tuple (a frozen configuration holds no lists)")
-      sound[key] = from_python(value, field.type)
+      read = from_python(value, fields[key].type)
     except WrongTypeError as error:
       problems.append(f"{key}={value!r} is not of type {error}")
       continue
-    if wrong := limit_problems(field, sound[key]):
+    if wrong := limit_problems(fields[key], read):
       problems.extend(f"{key}={shown(value)}{text}" for text in wrong)
-      del sound[key]
+    else:
+      sound[key] = read
   return problems + cross_problems(sound)

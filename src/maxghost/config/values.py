@@ -23,9 +23,8 @@ import yaml
 
 NULL_TAG = "tag:yaml.org,2002:null"
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")
 # 1e5 is a whole number and a common way to write one; 1.5e3 and 5.0 are not accepted for an int.
-INT_EXPONENT = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
+INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}|([-+]?[0-9]+)[eE]\+?([0-9]{1,2})")
 
 MOST = 10**9  # of a whole number, where its key names no smaller bound
 _LONGEST = 2000  # characters of a line that is printed
@@ -97,16 +96,16 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     return 130
   except OSError as error:
     print_problem(error, name)
-    return code if isinstance(error, BrokenPipeError) else 1
+    code = code if isinstance(error, BrokenPipeError) else 1
   except ValueError as error:
     if "embedded null" not in str(error):
       raise
     print_problem("a path holds a NUL character", name)
-    return ConfigError.exit_code
+    code = ConfigError.exit_code
   return code
 
 
-def guarded(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def guarded(name: str) -> Callable[[Callable[..., int | None]], Callable[..., int]]:
   """Decorates a tool's `main` with `guard`."""
   return lambda main: functools.wraps(main)(lambda *args, **options: guard(lambda: main(*args, **options), name))
 
@@ -153,7 +152,7 @@ def type_name(kind: Any) -> str:
   parts = typing.get_args(kind)
   if parts[-1] is Ellipsis:
     return f"list of {type_name(parts[0])}"
-  return "list of (" + ", ".join(type_name(part) for part in parts) + ")"
+  return "list of (" + ", ".join(map(type_name, parts)) + ")"
 
 
 def _each(read: Callable[[Any, Any], Any], items: Sequence, kind: Any) -> tuple:
@@ -192,11 +191,8 @@ def from_scalar(text: str, kind: Any) -> Any:
   text = text.strip()
   if kind is bool and text.lower() in WORDS:
     return WORDS[text.lower()]
-  if kind is int and INT.fullmatch(text):
-    return int(text)
-  if kind is int and INT_EXPONENT.fullmatch(text):
-    base, _, exponent = text.lower().partition("e")
-    return int(base) * 10 ** int(exponent)
+  if kind is int and (found := INT.fullmatch(text)):
+    return int(found[1]) * 10 ** int(found[2]) if found[1] else int(text)
   if kind is float:
     return finite_float(text)
   raise WrongTypeError(type_name(kind))
@@ -251,7 +247,6 @@ def slash_path(path: Iterable[Any]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-  """The divisors of a positive number, in order."""
   small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
   return sorted({*small, *(number // d for d in small)})
 

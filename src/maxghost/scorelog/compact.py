@@ -18,31 +18,28 @@ ROWS_PER_FILE = 8_000_000
 def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows: bool = False) -> list[str]:
   """Merges the finished score files of a run; returns one line about each merge.
 
-  A merged file replaces the last of its files under the same name; the others are removed afterwards, also those that
-  an earlier compaction merged before it was killed. Files that a run still in training may write again stay as they
-  are. Raises ConfigError as `scorelog.load` does.
+  A merged file replaces the last of its files; the others are removed afterwards, also those that an earlier compaction
+  merged before it was killed. Files that a run in training may write again stay. Raises ConfigError as `load` does.
   """
   log = load(run_dir, accept_lost_rows=accept_lost_rows)
   running = _is_running(run_dir)
   files = [shard for shard in log.shards if isinstance(shard, Shard)]
   open_from = min((s.first_step for s in files if running and not s.meta.get("closed")), default=None)
-  groups = list(_groups([s for s in files if open_from is None or s.last_step < open_from], rows_per_file))
+  groups = _groups([s for s in files if open_from is None or s.last_step < open_from], rows_per_file)
   lines = [f"left as it is: {message}" for message in log.messages]
   for group in groups:
-    sizes = sum(shard.path.stat().st_size for shard in group)
-    path = _merge(group, log.ledger)
+    path, sizes = group[-1].path, sum(shard.path.stat().st_size for shard in group)
+    _merge(group, log.ledger)
     for shard in group[:-1]:
       shard.path.unlink()
     sync(path.parent)
-    lines.append(
-      f"{path}: steps {group[0].first_step} to {group[-1].last_step}, {sum(s.num_rows for s in group):,} rows, "
-      f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
-    )
-  left = [] if running else _left_behind(files)
+    steps, rows = f"steps {group[0].first_step} to {group[-1].last_step}", sum(shard.num_rows for shard in group)
+    bytes_now = f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
+    lines.append(f"{path}: {steps}, {rows:,} rows, {bytes_now}")
+  if left := [] if running else _left_behind(files):
+    lines.append(f"removed {len(left)} files whose rows are in others, or that were half written")
   for path in left:
     path.unlink()
-  if left:
-    lines.append(f"removed {len(left)} files whose rows are in others, or that were half written")
   if not groups:
     lines.append("nothing to compact" + (": the training has not finished another score file" if running else ""))
   return lines
@@ -76,7 +73,7 @@ def _is_running(run_dir: Path) -> bool:
   return False
 
 
-def _groups(shards: list[Shard], rows_per_file: int) -> Iterator[list[Shard]]:
+def _groups(shards: list[Shard], rows_per_file: int) -> list[list[Shard]]:
   """Two or more neighbouring files of one process, cut where a file would grow too large or where one is missing."""
   groups: list[list[Shard]] = []
   for shard in shards:
@@ -84,7 +81,7 @@ def _groups(shards: list[Shard], rows_per_file: int) -> Iterator[list[Shard]]:
       groups[-1].append(shard)
     else:
       groups.append([shard])
-  return (group for group in groups if len(group) > 1)
+  return [group for group in groups if len(group) > 1]
 
 
 def _follows(shard: Shard, last: Shard) -> bool:
@@ -94,7 +91,7 @@ def _follows(shard: Shard, last: Shard) -> bool:
   return same and whole and layouts[0] == layouts[1]
 
 
-def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
+def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:
   """Writes the merged file over the last one of them."""
   names = (*fmt.TEXTS, *shards[-1].fields)
   tables = {name: np.unique(np.concatenate([shard.texts(name) for shard in shards])) for name in names}
@@ -115,6 +112,4 @@ def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> Path:
     "closed": True, "ledger": ledger,
   }  # fmt: skip
   steps = np.concatenate([fmt.with_ledger(shard.steps, len(last.val_sets), ledger) for shard in shards])
-  num_rows = sum(shard.num_rows for shard in shards)
-  write_shard(last.path, meta, tables, steps, modules, blocks(), num_rows)
-  return last.path
+  write_shard(last.path, meta, tables, steps, modules, blocks(), sum(shard.num_rows for shard in shards))

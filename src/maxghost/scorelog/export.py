@@ -17,7 +17,7 @@ from maxghost.scorelog.reader import ScoreLog
 
 
 def import_pyarrow(what: str) -> tuple[Any, Any]:
-  """(pyarrow, pyarrow.parquet); raises ConfigError that names the extra."""
+  """(pyarrow, pyarrow.parquet). Raises ConfigError that names the extra."""
   try:
     import pyarrow
     import pyarrow.parquet
@@ -31,8 +31,8 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   pa, parquet = import_pyarrow("--export parquet")
   about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
   metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}
-  steps = columns_of(log.steps, log.val_sets)
-  sources = {"rows": _row_tables(pa, log), "steps": iter([steps]), "modules": _modules(log)}
+  steps = iter([columns_of(log.steps, log.val_sets)])
+  sources = {"rows": _row_tables(pa, log), "steps": steps, "modules": _modules(log)}
   written = []
   try:
     folder.mkdir(parents=True, exist_ok=True)

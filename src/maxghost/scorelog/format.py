@@ -93,13 +93,9 @@ def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarr
   """The columns of a structured array; those of K > 1 validation sets one by one, as `contribution[name]`."""
   columns = {}
   for name in array.dtype.names or ():
-    if array.dtype[name].shape:
-      columns |= {
-        name if len(val_sets) == 1 else f"{name}[{val_set}]": np.ascontiguousarray(array[name][:, k])
-        for k, val_set in enumerate(val_sets)
-      }
-    else:
-      columns[name] = np.ascontiguousarray(array[name])
+    names = [f"{name}[{val_set}]" for val_set in val_sets] if array[name].ndim > 1 and len(val_sets) > 1 else [name]
+    values = np.reshape(array[name], (len(array), len(names)))
+    columns |= {one: np.ascontiguousarray(values[:, k]) for k, one in enumerate(names)}
   return columns
 
 
@@ -153,10 +149,7 @@ def process_of(name: str) -> int:
   return int(found[1]) if found else 0
 
 
-_SHARD = re.compile(r"dot_prod_log_iter_(\d+)(?:_p(\d+))?\.npz")
-
-
 def parse_shard_name(name: str) -> tuple[int, int] | None:
   """(last step, process index) of a file name, None for a foreign name."""
-  found = _SHARD.fullmatch(name)
+  found = re.fullmatch(r"dot_prod_log_iter_(\d+)(?:_p(\d+))?\.npz", name)
   return (int(found[1]), int(found[2] or 0)) if found else None

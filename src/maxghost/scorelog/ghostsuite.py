@@ -8,6 +8,7 @@ rate. Runs with gradient accumulation over A micro-batches or a loss scaler S ne
 N examples of a logged step.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ import numpy as np
 from maxghost.config import ConfigError
 from maxghost.scorelog import format as fmt
 
-_NAME = re.compile(r"dot_prod_log_iter_(-?\d+)\.pt")
 VAL_SET = "valset.pt"
 
 
@@ -29,7 +29,8 @@ def find_folder(run_dir: Path) -> Path | None:
 
 def log_files(folder: Path) -> list[Path]:
   """Log files in the order of their iteration."""
-  found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+  pattern = r"dot_prod_log_iter_(-?\d+)\.pt"
+  found = [(int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(pattern, path.name))]
   return [path for _, path in sorted(found)]
 
 
@@ -40,16 +41,15 @@ def read(folder: Path, scale: float) -> tuple[list["LogFile"], list[str]]:
   except ImportError as error:
     raise ConfigError(f"{folder} holds GhostSuite's .pt logs; reading them needs torch: pip install torch") from error
   messages = ["GhostSuite logs no learning rate: contributions are nats per unit of learning rate, for plain SGD"]
-  val_tokens = None
+  read_one = functools.partial(torch.load, map_location="cpu", weights_only=True)
+  val_tokens, files = None, []
   if (folder / VAL_SET).is_file():
-    val_tokens = int((torch.load(folder / VAL_SET, map_location="cpu", weights_only=True)["Y_val"] >= 0).sum())
+    val_tokens = int((read_one(folder / VAL_SET)["Y_val"] >= 0).sum())
   else:
     messages.append(f"{VAL_SET} is missing: the validation batch is taken to be one row as long as a training row")
-  files = []
   for path in log_files(folder):
     try:
-      entries = torch.load(path, map_location="cpu", weights_only=True)
-      files.append(LogFile(path, entries, val_tokens, scale))
+      files.append(LogFile(path, read_one(path), val_tokens, scale))
     except Exception as error:  # torch.load raises many kinds for a damaged file
       messages.append(f"skipped {path.name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
   if any(not file.has_tokens for file in files):
@@ -68,9 +68,7 @@ class LogFile:
   fields = ()
 
   def __init__(self, path: Path, entries, val_tokens: int | None, scale: float):
-    self.path = path
-    self.meta: dict = {}
-    self.has_tokens = True
+    self.path, self.meta, self.has_tokens = path, {}, True
     last = int(path.stem.rpartition("_")[2])
     self._paths = {"batch_idx": 0, "order in the run": 1}
     converted = []
@@ -79,20 +77,16 @@ class LogFile:
         entry = {"dot_product": entry, "iter_num": last - len(entries) + 1 + i}
       converted.append(self._convert(entry, val_tokens, scale))
     self._rows = np.concatenate(converted)
-    steps = np.unique(self._rows["step"])
+    steps, self.num_rows = np.unique(self._rows["step"]), len(self._rows)
     self.steps = fmt.unmeasured_steps(steps, 1)
-    self.num_rows = len(self._rows)
     self.first_step, self.last_step = int(steps[0]), int(steps[-1])
 
   def _convert(self, entry: dict, val_tokens: int | None, scale: float) -> np.ndarray:
     logged_N = np.asarray(entry["dot_product"].float().numpy(), np.float64).reshape(-1)
     step, num = int(entry["iter_num"]), len(logged_N)
     labels, place = entry.get("Y_train"), entry.get("batch_idx")
-    if labels is None:
-      self.has_tokens = False
-      tokens_N = np.ones(num)
-    else:
-      tokens_N = (labels.reshape(num, -1) >= 0).sum(1).numpy().astype(np.float64)
+    self.has_tokens &= labels is not None
+    tokens_N = np.ones(num) if labels is None else (labels.reshape(num, -1) >= 0).sum(1).numpy().astype(np.float64)
     num_val = tokens_N.max() if val_tokens is None or labels is None else val_tokens
     rows = np.zeros(num, fmt.row_dtype(1))
     rows["step"], rows["tokens"], rows["loss"] = step, tokens_N, np.nan
@@ -103,18 +97,14 @@ class LogFile:
     elif len(places_N) != num:
       raise ValueError(f"iter_num {step} has {num} scores, but a batch_idx of {len(places_N)} entries")
     rows["path"], rows["offset"] = self._paths.setdefault(path, len(self._paths)), places_N
-    total = tokens_N.sum() + num_val
-    dot_N = scale * logged_N * total**2 / np.maximum(tokens_N * num_val, 1)
-    rows["dot"][:, 0] = dot_N
-    rows["share"] = tokens_N / tokens_N.sum()
+    dot_N = scale * logged_N * (tokens_N.sum() + num_val) ** 2 / np.maximum(tokens_N * num_val, 1)
+    rows["dot"][:, 0], rows["share"] = dot_N, tokens_N / tokens_N.sum()
     rows["contribution"][:, 0] = dot_N * tokens_N / tokens_N.sum()
     return rows
 
   def texts(self, name: str) -> np.ndarray:
-    """As shard.Shard.texts."""
     return np.array(["train"] if name == "domain" else list(self._paths))
 
   def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
-    """As shard.Shard.blocks."""
     for start in range(0, len(self._rows), block_rows):
       yield self._rows[start : start + block_rows]

@@ -32,8 +32,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
     ghostsuite_scale: A**2 / S**2 for GhostSuite's logs of A micro-batches per step and a loss scaler of S.
 
   Raises:
-    ConfigError: for a missing or foreign folder, no readable file, a damaged or missing one (unless accepted), a file
-      of a newer schema, or files that were scored against different validation sets.
+    ConfigError: for a missing or foreign folder, a damaged or missing file (unless accepted), a file of a newer schema,
+      or files that were scored against different validation sets.
   """
   run_dir = Path(run_dir)
   if not run_dir.is_dir():
@@ -50,10 +50,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
     lost += selection.missing(folder, log.checksums("selection_crc"))
     if lost and not accept_lost_rows:
       more = [f"and {len(lost) - SHOWN_LOSSES} more"] if len(lost) > SHOWN_LOSSES else []
-      raise ConfigError(
-        f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. Put the files back, or go on "
-        "without them: --accept-lost-rows (in Python accept_lost_rows=True)"
-      )
+      way = "Put the files back, or go on without them: --accept-lost-rows (in Python accept_lost_rows=True)"
+      raise ConfigError(f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. {way}")
     log.messages += [f"lost: {sentence}" for sentence in lost]
     return log
   if (foreign := ghostsuite.find_folder(run_dir)) is not None:
@@ -62,7 +60,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
       raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
     return ScoreLog(run_dir, drop_covered(files), messages)
   is_run = (run_dir / "config.yml").is_file()
-  found = next(_old_parquet(folder), "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)")
+  nothing = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
+  found = "".join(_old_parquet(folder)) or nothing
   raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 
@@ -116,9 +115,9 @@ def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
   return f"{there[0] - have[0]} steps with {there[1] - have[1]} rows are missing {where}{after}"
 
 
-def _old_parquet(folder: Path) -> Iterator[str]:
-  if list(folder.glob("parquet/rows_*.parquet")):
-    yield f"{folder / 'parquet'} holds scores that an earlier maxghost compacted to Parquet, which is no longer read"
+def _old_parquet(folder: Path) -> list[str]:
+  said = f"{folder / 'parquet'} holds scores that an earlier maxghost compacted to Parquet, which is no longer read"
+  return [said] if any(folder.glob("parquet/rows_*.parquet")) else []
 
 
 class ScoreLog:
@@ -134,10 +133,9 @@ class ScoreLog:
     self.val_sets, self.objective = shards[0].val_sets, shards[0].objective
     for shard in shards:
       if (shard.val_sets, shard.objective) != (self.val_sets, self.objective):
-        raise ConfigError(
-          f"{shard.path.name}: objective {shard.objective}, validation sets {', '.join(shard.val_sets)}, but "
-          f"{shards[0].path.name} has {self.objective}, {', '.join(self.val_sets)}; the files are of different runs"
-        )
+        found = f"objective {shard.objective}, validation sets {', '.join(shard.val_sets)}"
+        first = f"{shards[0].path.name} has {self.objective}, {', '.join(self.val_sets)}"
+        raise ConfigError(f"{shard.path.name}: {found}, but {first}; the files are of different runs")
     self.ledger = tuple(dict.fromkeys(name for shard in shards for name in shard.ledger))
     self.units = fmt.units(self.ledger)
     self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
@@ -147,20 +145,15 @@ class ScoreLog:
     self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
   def __repr__(self) -> str:
-    last, sets = max(shard.last_step for shard in self.shards), ", ".join(self.val_sets)
-    return (
-      f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of steps 0 to {last}, against {sets}; {list(self.columns)})"
-    )
+    steps = f"steps 0 to {max(shard.last_step for shard in self.shards)}, against {', '.join(self.val_sets)}"
+    return f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of {steps}; {list(self.columns)})"
 
   @property
   def num_rows(self) -> int:
     return sum(shard.num_rows for shard in self.shards)
 
   def to_pandas(self) -> Any:
-    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each.
-
-    With `in_all`, the second reading of each contribution, where the log knows it.
-    """
+    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each."""
     return fmt.frame("pandas", self._whole())
 
   def to_polars(self) -> Any:
@@ -219,10 +212,7 @@ class ScoreLog:
     return tuple(sorted({str(name) for shard in self.shards for name in shard.texts("domain")}))
 
   def modules(self) -> Iterator[fmt.Modules]:
-    """Contributions by module, layer and domain, file by file; empty when the run did not log them.
-
-    Raises ConfigError when a file has other modules, layers or domains than the files before.
-    """
+    """Contributions by module, layer and domain, file by file. Raises ConfigError for files of unlike modules."""
     first = None
     for shard in self.shards:
       if (modules := shard.modules) is not None:
@@ -232,39 +222,29 @@ class ScoreLog:
         yield modules
 
   def blocks(self) -> Iterator[tuple[Shard, np.ndarray]]:
-    """(file, rows) in bounded memory; `domain`, `path` and fields are indices into the file's tables.
-
-    Raises ConfigError for rows that point outside of the tables.
-    """
+    """(file, rows) in bounded memory; texts are indices into the file's tables. Raises ConfigError for others."""
     for shard in self.shards:
       try:
         sizes = {name: len(shard.texts(name)) for name in (*fmt.TEXTS, *self.fields)}
         for rows in shard.blocks():
           for name, size in sizes.items():
             if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
-              raise ConfigError(
-                f"{shard.path}: a row points to entry {rows[name].max()} of {size} in its table of {name}s: "
-                "the file is damaged; remove it to use the others"
-              )
+              entry = f"a row points to entry {rows[name].max()} of {size} in its table of {name}s"
+              raise ConfigError(f"{shard.path}: {entry}: the file is damaged; remove it to use the others")
           yield shard, rows
       except (DamagedShard, FileNotFoundError) as error:
         raise ConfigError(f"{shard.path} changed while it was read; try again ({error})") from error
 
   def __getitem__(self, name: str) -> np.ndarray:
-    """A whole column as one array; domain, path and fields as strings. Raises ConfigError for an unknown name.
-
-    "in_all": see the method, for a log that knows it.
-    """
+    """A whole column as one array; domain, path and fields as strings. Raises ConfigError for an unknown name."""
     if name == "in_all" and self.knows_in_all:
       return np.concatenate([np.zeros((0, len(self.val_sets))), *(self.in_all(rows) for _, rows in self.blocks())])
     if name not in self.columns:
       raise ConfigError(f"unknown score column {name!r}{did_you_mean(name, self.columns)}")
     is_text = name in (*fmt.TEXTS, *self.fields)
     empty = fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)[name]
-    parts = [np.zeros((0, *empty.shape), "<U1" if is_text else empty.base)]
-    for shard, rows in self.blocks():
-      parts.append(shard.texts(name)[rows[name]] if is_text else rows[name])
-    return np.concatenate(parts)
+    parts = (shard.texts(name)[rows[name]] if is_text else rows[name] for shard, rows in self.blocks())
+    return np.concatenate([np.zeros((0, *empty.shape), "<U1" if is_text else empty.base), *parts])
 
   def checksums(self, name: str) -> dict[int, int]:
     """{step: CRC-32} of what lies beside the log: tokens_crc or selection_crc."""

@@ -55,17 +55,15 @@ def restore(folder: Path, completed_steps: int) -> None:
 def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.ndarray:
   """bool[rows of the score log]: whether the row's document was trained on in that step.
 
-  steps: i8[rows], of each row of the log. wanted: {step: CRC-32 of its line}; other lines are left out. Empty for a log
-  that has none. Raises ConfigError for a run without selection, and where the score log holds other rows than were
-  selected from (files removed or added by hand).
+  steps: i8[rows], of each row of the log. wanted: {step: CRC-32 of its line}; other lines are left out; empty: none is.
+  Raises ConfigError for a run without selection, and where the score log holds other rows than were selected from.
   """
   path = folder / FILE
   if not path.is_file():
     raise ConfigError(f"{folder}: no {FILE}; the run was not trained with ghost_select")
   starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))  # of the runs of equal steps
-  counts = np.diff(starts, append=len(steps))
-  runs = dict(zip(steps[starts].tolist(), zip(starts.tolist(), counts.tolist(), strict=True), strict=True))
-  out = np.zeros(len(steps), bool)
+  counts, out = np.diff(starts, append=len(steps)), np.zeros(len(steps), bool)
+  runs = {step: (first, count) for step, first, count in zip(steps[starts], starts, counts, strict=True)}
   for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
     if wanted and zlib.crc32(line) not in wanted.values():
       continue

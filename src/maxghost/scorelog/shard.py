@@ -42,21 +42,15 @@ class DamagedShard(ConfigError):
 
 
 def write_shard(
-  path: Path,
-  meta: dict,
-  tables: Mapping[str, Iterable[str]],
-  steps: np.ndarray,
-  modules: fmt.Modules | None,
-  rows: np.ndarray | Iterable[np.ndarray],
-  num_rows: int | None = None,
-) -> None:
+  path: Path, meta: dict, tables: Mapping[str, Iterable[str]], steps: np.ndarray, modules: fmt.Modules | None,
+  rows: np.ndarray | Iterable[np.ndarray], num_rows: int | None = None,
+) -> None:  # fmt: skip
   """Writes one file, whole or not at all.
 
   meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point
   into `tables`: of domain, path and the fields that the header names. steps: records of `format.step_dtype`.
   """
-  blocks = [rows] if isinstance(rows, np.ndarray) else rows
-  num_rows = len(rows) if isinstance(rows, np.ndarray) else num_rows
+  blocks, num_rows = ([rows], len(rows)) if isinstance(rows, np.ndarray) else (rows, num_rows)
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
   members |= {f"{name}_table": _strings(texts) for name, texts in tables.items()} | {"steps": steps}
   if modules is not None:
@@ -115,8 +109,8 @@ def _is_sealed(path: Path) -> bool:
 class Shard:
   """One opened file whose checksum was compared: its header in memory, tables and rows read on demand.
 
-  Schema 1 is read as schema 2: each member has a CRC-32, and a row's share is its part of the step's tokens.
-  Raises DamagedShard for a file that is not whole, ConfigError for one of a later maxghost, FileNotFoundError.
+  Schema 1 is read as schema 2: a row's share is its part of the step's tokens. Raises DamagedShard for a file that is
+  not whole, ConfigError for one of a later maxghost, FileNotFoundError.
   """
 
   def __init__(self, path: Path):
@@ -129,9 +123,8 @@ class Shard:
         self.meta = json.loads(str(np.lib.format.read_array(io.BytesIO(archive.read("meta.npy")))))
         self.version = self.meta["schema_version"]
         if not isinstance(self.version, int) or self.version > fmt.SCHEMA_VERSION:
-          raise ConfigError(
-            f"{path}: schema_version={self.version}, this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
-          )
+          reads = f"this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
+          raise ConfigError(f"{path}: schema_version={self.version}, {reads}")
         if not sealed and self.version > 1:
           raise ValueError("the checksum at its end is missing: cut short or changed")
         self.val_sets = tuple(self.meta["val_sets"])
@@ -139,8 +132,8 @@ class Shard:
         self.first_step, self.last_step = int(self.meta["first_step"]), int(self.meta["last_step"])
         before = self.meta.get("before")
         self.before = (int(before[0]), int(before[1])) if before else None  # steps and rows of the log in front of it
-        self.ledger, self.fields = tuple(self.meta.get("ledger", fmt.LEDGER)), tuple(self.meta.get("fields", ()))
-        self.parts = tuple(self.meta.get("parts", ()))
+        self.ledger = tuple(self.meta.get("ledger", fmt.LEDGER))
+        self.fields, self.parts = (tuple(self.meta.get(name, ())) for name in ("fields", "parts"))
         self.objective = str(self.meta.get("objective", fmt.NEXT_TOKEN))
         with archive.open("rows.npy") as member:
           (self.num_rows,), self._dtype = _row_header(member)
@@ -173,10 +166,8 @@ class Shard:
   def modules(self) -> fmt.Modules | None:
     if "module_contribution" not in self._names:
       return None
-    names, domains = self._table("module_names"), self._table("module_domains")
-    return fmt.Modules(
-      tuple(map(str, names)), tuple(map(str, domains)), self._table("module_steps"), self._table("module_contribution")
-    )
+    names, domains = (tuple(map(str, self._table(f"module_{name}"))) for name in ("names", "domains"))
+    return fmt.Modules(names, domains, self._table("module_steps"), self._table("module_contribution"))
 
   def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
     """The rows in order, at most `block_rows` at a time, read-only."""
@@ -191,10 +182,8 @@ class Shard:
         yield rows if self.version > 1 else self._with_share(rows)
 
   def rows(self) -> np.ndarray:
-    """All rows at once."""
-    return np.concatenate(
-      [np.zeros((0,), fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)), *self.blocks()]
-    )
+    dtype = fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)
+    return np.concatenate([np.zeros((0,), dtype), *self.blocks()])
 
   def _with_share(self, old: np.ndarray) -> np.ndarray:
     """Rows of schema 1 with their part of the step's tokens, as recorded, else summed over this file's rows."""
@@ -216,9 +205,8 @@ def _row_header(member) -> tuple[tuple[int, ...], np.dtype]:
 
 def drop_covered(shards: list) -> list:
   """Without the files whose steps all lie inside another file of the same process (an interval flushed early)."""
-  ordered = sorted(shards, key=lambda s: (s.process_index, s.first_step, -s.last_step, -s.num_rows))
   kept: list = []
-  for shard in ordered:
+  for shard in sorted(shards, key=lambda s: (s.process_index, s.first_step, -s.last_step, -s.num_rows)):
     before = kept[-1] if kept else None
     if before is None or before.process_index != shard.process_index or shard.last_step > before.last_step:
       kept.append(shard)

@@ -30,8 +30,7 @@ def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of:
   arrays: Mapping[str, Any] = {
     "contribution_KBT": contribution_KBT,
     **{name: batch.arrays[name] for name in ("inputs", "targets", "inputs_segmentation")},
-    "domain": np.array([[str(name[0]) for name in row] for row in names]),
-    "path": np.array([[str(name[1]) for name in row] for row in names]),
+    **{key: np.array([[str(name[i]) for name in row] for row in names]) for i, key in enumerate(("domain", "path"))},
     "offset": np.array([[int(name[2]) for name in row] for row in names], np.int64),
     "chunk": batch.offset_BS,
   }

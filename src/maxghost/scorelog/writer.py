@@ -1,9 +1,8 @@
 """Writes the score log: every scored row of every step exactly once, in a background thread.
 
-`<run>/ghost/dot_prod_log_iter_<step>.npz` holds one interval of `period` steps and is named after its last step.
-`flush` also writes the unfinished interval; the file of the whole interval replaces it later. A reader that finds both
-keeps the longer one, so a crash between the two neither loses nor doubles a row. Each file holds the number of steps
-and rows before it, and `position.json` the totals, so that a reader notices a missing file.
+`<run>/ghost/dot_prod_log_iter_<step>.npz` holds one interval of `period` steps, of which <step> is the last. `flush`
+also writes the unfinished interval, which the whole one replaces later; of both, a reader keeps the longer. Each file
+holds the number of steps and rows before it, `position.json` the totals, so that a reader notices a missing file.
 
 K validation sets, N rows, M modules, L layers, D domains.
 """
@@ -26,20 +25,12 @@ from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_sha
 
 QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 REQUIRED = ("tokens", "loss", "dot", "contribution")
-OF_STEP_OR_DOCUMENT = ("step", "domain", "path", "offset")
 
 
 class Interval:
   """Steps without a final file. before: steps and rows before them, None unknown. replaced: an early flush's file."""
 
-  def __init__(
-    self,
-    num_sets: int,
-    ledger: Sequence[str] = fmt.LEDGER,
-    before: tuple[int, int] | None = (0, 0),
-    fields: Sequence[str] = (),
-    parts: Sequence[str] = (),
-  ):
+  def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple | None, fields: Sequence[str], parts):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
     self._dtype = fmt.row_dtype(num_sets, fields=fields, parts=parts)
     self._columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(parts))
@@ -59,7 +50,14 @@ class Interval:
 
   def add(self, record: Mapping[str, Any], rows: Mapping, documents: Sequence, modules: Mapping | None) -> int:
     """Checks and adds one step; returns its number of rows."""
-    number, step = int(record["step"]), self._step(record)
+    number = int(record["step"])
+    step = fmt.unmeasured_steps([number], self._num_sets, self._ledger)
+    names = step.dtype.names or ()
+    for name, value in record.items():
+      if name not in names:
+        raise ValueError(f"unknown step column {name!r}{did_you_mean(name, names)}")
+      if name != "step":
+        step[name][0] = np.asarray(value, np.float64)
     row = self._rows(number, rows, documents, step["tokens"][0])
     if modules is not None:
       self.modules.append(self._modules(number, modules))
@@ -67,23 +65,13 @@ class Interval:
     self.rows.append(row)
     return len(row)
 
-  def _step(self, record: Mapping[str, Any]) -> np.ndarray:
-    step = fmt.unmeasured_steps([int(record["step"])], self._num_sets, self._ledger)
-    names = step.dtype.names or ()
-    for name, value in record.items():
-      if name not in names:
-        raise ValueError(f"unknown step column {name!r}{did_you_mean(name, names)}")
-      if name != "step":
-        step[name][0] = np.asarray(value, np.float64)
-    return step
-
   def _rows(self, step: int, rows: Mapping, documents: Sequence, step_tokens: float) -> np.ndarray:
     num_rows = len(documents)
     array = np.zeros((num_rows,), self._dtype)
     array["step"] = step
     if num_rows and (missing := set(REQUIRED) - set(rows)):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
-    names = [name for name in self._columns if name not in OF_STEP_OR_DOCUMENT]
+    names = [name for name in self._columns if name not in ("step", *fmt.TEXTS, "offset")]
     for name in rows:
       if name not in names:
         raise ValueError(f"unknown score column {name!r}{did_you_mean(name, names)}")
@@ -130,7 +118,7 @@ class Interval:
     return {name: list(table) for name, table in self.tables.items()}, steps, fmt.Modules.joined(self.modules), rows
 
   @classmethod
-  def load(cls, shard: Shard, last_step: int, ledger: Sequence[str] = fmt.LEDGER, fields: Sequence[str] = ()) -> Self:
+  def load(cls, shard: Shard, last_step: int, ledger: Sequence[str], fields: Sequence[str]) -> Self:
     """The steps of a file up to `last_step`; fields that the file does not have are empty."""
     interval = cls(len(shard.val_sets), ledger, shard.before, fields, shard.parts)
     steps, rows, modules = fmt.with_ledger(shard.steps, len(shard.val_sets), ledger), shard.rows(), shard.modules
@@ -148,19 +136,6 @@ class Interval:
       interval.modules = [fmt.Modules(modules.names, modules.domains, modules.steps[kept], values)]
     interval.replaced = shard.path
     return interval
-
-
-def _check(period: int, ledger: Sequence[str], fields: Sequence[str]) -> None:
-  """Raises ConfigError or ValueError for what a log cannot be written with."""
-  if period < 1:
-    raise ConfigError(f"period={period}: at least 1 step per score file")
-  if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
-    raise ConfigError(
-      f"document_fields={taken[0]}: the score log has a column of this name, or could have none; give the field "
-      f"another: own_name={taken[0]}"
-    )
-  if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
-    raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
 
 
 class Writer:
@@ -182,19 +157,17 @@ class Writer:
   """
 
   def __init__(
-    self,
-    run_dir,
-    val_sets: Sequence[str] = ("manual",),
-    process: tuple[int, int] = (0, 1),
-    period: int = 20,
-    fingerprint: str = "",
-    objective: str = fmt.NEXT_TOKEN,
-    ledger: Sequence[str] = fmt.LEDGER,
-    direction: str = "",
-    fields: Sequence[str] = (),
-    parts: Sequence[str] = (),
-  ):
-    _check(period, ledger, fields)
+    self, run_dir, val_sets: Sequence[str] = ("manual",), process: tuple[int, int] = (0, 1), period: int = 20,
+    fingerprint: str = "", objective: str = fmt.NEXT_TOKEN, ledger: Sequence[str] = fmt.LEDGER, direction: str = "",
+    fields: Sequence[str] = (), parts: Sequence[str] = (),
+  ):  # fmt: skip
+    if period < 1:
+      raise ConfigError(f"period={period}: at least 1 step per score file")
+    if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
+      what = "the score log has a column of this name, or could have none"
+      raise ConfigError(f"document_fields={taken[0]}: {what}; give the field another: own_name={taken[0]}")
+    if "predicted_examples" not in ledger or len(set(ledger)) < len(ledger):
+      raise ValueError(f"ledger={list(ledger)}: distinct names, predicted_examples among them")
     self.folder = Path(run_dir) / "ghost"
     (self._process_index, self._num_processes), self._period = process, period
     self.val_sets, self.ledger = tuple(val_sets), tuple(ledger)
@@ -206,8 +179,7 @@ class Writer:
       "process_index": self._process_index, "fingerprint": fingerprint,
       "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
     }  # fmt: skip
-    self._last_step, self._num_steps, self._num_rows = -1, 0, 0
-    self._restored = False
+    self._last_step, self._num_steps, self._num_rows, self._restored = -1, 0, 0, False
     self._error: BaseException | None = None
     self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
     self._thread: threading.Thread | None = None
@@ -258,10 +230,7 @@ class Writer:
     return {"step": self._last_step, "num_steps": self._num_steps, "num_rows": self._num_rows}
 
   def restore(self, position: Mapping[str, int] | None) -> None:
-    """Returns the log to `position`, removing later steps; None empties it (a run from its start).
-
-    A damaged file stays in place, unused. Missing scores are reported on stderr, and by every later reader.
-    """
+    """Returns the log to `position`, removing later steps; None empties it. Missing scores are reported on stderr."""
     self._queue.join()
     self._raise_error()
     last_step = -1 if position is None else int(position["step"])
@@ -274,18 +243,17 @@ class Writer:
     self._pending = self._new_interval()
     self._restored = True
     (self.folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
-    kept, dropped = [], []
+    kept = []
+    # Partial files that this process left when it was killed, and files of later steps.
+    dropped = [path for path in self.folder.glob(".*.tmp") if fmt.process_of(path.name) == self._process_index]
     for path, shard in self._own_shards(last_step):
       if shard is None or shard.first_step > last_step:
         dropped.append(path)
       elif shard.last_step > last_step:
-        self._write(Interval.load(shard, last_step, self.ledger, self.fields), path)
+        self._write(Interval.load(shard, last_step, self.ledger, self.fields))
         kept.append(self._path(last_step))
       else:
         kept.append(path)
-    for path in self.folder.glob(".*.tmp"):  # partial files that this process left when it was killed
-      if fmt.process_of(path.name) == self._process_index:
-        dropped.append(path)
     for path in dropped:
       path.unlink(missing_ok=True)
     if self.folder.is_dir():
@@ -315,11 +283,9 @@ class Writer:
     self._num_steps, self._num_rows = end
     for i, key in enumerate(("num_steps", "num_rows")):
       if position is not None and found[i] != position.get(key, found[i]):
-        print(
-          f"maxghost: the score log in {self.folder} holds {key}={found[i]} up to step {self._last_step}, the "
-          f"checkpoint counted {position[key]}: files were changed since; the missing scores stay missing",
-          file=sys.stderr,
-        )
+        holds = f"holds {key}={found[i]} up to step {self._last_step}, the checkpoint counted {position[key]}"
+        said = f"{holds}: files were changed since; the missing scores stay missing"
+        print(f"maxghost: the score log in {self.folder} {said}", file=sys.stderr)
     if position is not None and "num_steps" in position:  # what was written counts, so that a reader sees the gap
       self._num_steps, self._num_rows = int(position["num_steps"]), int(position["num_rows"])
     if not self._pending.steps:
@@ -338,10 +304,9 @@ class Writer:
           yield path, None
         continue
       if shard.val_sets != self.val_sets and shard.first_step <= last_step:
-        raise ConfigError(
-          f"{path}: scored against the validation sets {', '.join(shard.val_sets)}, this run against "
-          f"{', '.join(self.val_sets)}; continue with the same sets or under another run_name"
-        )
+        sets = f"{', '.join(shard.val_sets)}, this run against {', '.join(self.val_sets)}"
+        way = "continue with the same sets or under another run_name"
+        raise ConfigError(f"{path}: scored against the validation sets {sets}; {way}")
       yield path, shard
 
   def _files(self) -> Iterator[tuple[Path, int, int]]:
@@ -364,12 +329,11 @@ class Writer:
     if self._thread is None:
       self._thread = threading.Thread(target=self._work, name="score-writer", daemon=True)
       self._thread.start()
-    interval = self._pending if last else self._pending.copy()
-    self._queue.put((interval, interval.replaced, last))
+    self._queue.put((self._pending if last else self._pending.copy(), last))
     if last:
       self._pending = self._new_interval()
     else:
-      self._pending.replaced = self._path(interval.last_step)
+      self._pending.replaced = self._path(self._pending.last_step)
 
   def _work(self) -> None:
     while (job := self._queue.get()) is not None:
@@ -382,7 +346,7 @@ class Writer:
         self._queue.task_done()
     self._queue.task_done()
 
-  def _write(self, interval: Interval, replaced: Path | None, closed: bool = False) -> None:
+  def _write(self, interval: Interval, closed: bool = False) -> None:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
     self.folder.mkdir(parents=True, exist_ok=True)
     steps = {"first_step": interval.first_step, "last_step": interval.last_step}
@@ -392,8 +356,8 @@ class Writer:
     if interval.before is not None:
       steps, rows = (sum(map(len, parts)) for parts in (interval.steps, interval.rows))
       self._note(interval.last_step, interval.before[0] + steps, interval.before[1] + rows)
-    if replaced is not None and replaced != path:
-      replaced.unlink(missing_ok=True)
+    if interval.replaced not in (None, path):
+      interval.replaced.unlink(missing_ok=True)
 
   def _note(self, step: int, num_steps: int, num_rows: int) -> None:
     position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}

@@ -65,6 +65,21 @@ class Hardware:
   rows: int
   flops: StepFlops
 
+  def rates(self, seconds: float, row_length: int) -> dict[str, float]:
+    """perf/* of one device, with MaxText's names, for a step of these seconds. Tokens include padding."""
+    tokens = self.rows * row_length // self.num_devices
+    flops = self.flops.total / self.num_devices
+    rates = {
+      "perf/step_time_seconds": seconds,
+      "perf/per_device_tflops": flops / 1e12,
+      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds,
+      "perf/per_device_tokens": tokens,
+      "perf/per_device_tokens_per_sec": tokens / seconds,
+    }
+    if self.peak_flops:
+      rates["perf/mfu"] = flops / seconds / self.peak_flops
+    return rates
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
@@ -258,7 +273,8 @@ class TrainingLoop:
     if self._validation.is_fresh(step):
       open_loss = [float(loss) for loss in outputs["val_loss"]]
     self._write_pending()
-    record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective) | self._rates(seconds)
+    record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective)
+    record |= self._hardware.rates(seconds, self._cfg.data.max_target_length)
     record |= fetched.metrics
     if self._rollouts:
       self._rollouts.write(fetched)
@@ -316,19 +332,3 @@ class TrainingLoop:
         log.append(record)
     if show or record["step"] % self._cfg.run.log_period == 0:
       self._sinks.console.line(step_line(record, self._val_sets))
-
-  def _rates(self, seconds: float) -> dict[str, float]:
-    """perf/* of one device, with MaxText's names. Tokens include padding."""
-    hardware = self._hardware
-    tokens = hardware.rows * self._cfg.data.max_target_length // hardware.num_devices
-    flops = hardware.flops.total / hardware.num_devices
-    rates = {
-      "perf/step_time_seconds": seconds,
-      "perf/per_device_tflops": flops / 1e12,
-      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds,
-      "perf/per_device_tokens": tokens,
-      "perf/per_device_tokens_per_sec": tokens / seconds,
-    }
-    if hardware.peak_flops:
-      rates["perf/mfu"] = flops / seconds / hardware.peak_flops
-    return rates

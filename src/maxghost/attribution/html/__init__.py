@@ -25,11 +25,9 @@ MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
 
 def render(summary: Summary, live_version: str = "") -> str:
   """The whole page as HTML. live_version: of the live view; its page reloads when the version changes."""
-  panels = [_panel(summary, part) for part in summary.sets]
-  title = f"{summary.name} · maxghost report"
-  template = _templates.get_template("report.html")
-  words = {"title": title, "in_all": report_text.IN_ALL, "of_average": report_text.OF_AVERAGE}
-  return template.render(**words, live_version=live_version, summary=summary, panels=panels)
+  words = {"title": f"{summary.name} · maxghost report", "panels": [_panel(summary, part) for part in summary.sets]}
+  words |= {"in_all": report_text.IN_ALL, "of_average": report_text.OF_AVERAGE}
+  return _templates.get_template("report.html").render(**words, live_version=live_version, summary=summary)
 
 
 def notice(title: str, text: str, live_version: str) -> str:
@@ -67,7 +65,6 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
     drops = [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], color) for name, drop, color in curves]
   cumulative, value = _domain_lines(part, colors)
   steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
-  heading = "Cumulative predicted and measured drop"
   reward = thin(summary.reward, CURVE_POINTS)
   rewards = [Line("reward", reward.steps, reward.values, FIRST_CURVE)]
   return [
@@ -75,7 +72,7 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
     line_chart("Loss", losses, steps, "nats per token"),
     line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
     line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
-    line_chart(heading, drops, steps, "nats per token", zero=True),
+    line_chart("Cumulative predicted and measured drop", drops, steps, "nats per token", zero=True),
   ]
 
 
@@ -121,10 +118,5 @@ _templates = jinja2.Environment(
   trim_blocks=True,
   lstrip_blocks=True,
 )
-_FILTERS = (
-  *(numbers.compact, numbers.integer, numbers.number, numbers.percent, numbers.plus_minus),
-  *(report_text.headline, report_text.lead, report_text.ledger_sentence, report_text.loss_of),
-  *(report_text.helped_sentence, report_text.hurt_sentence, report_text.in_all_known),
-)
-_templates.filters |= {function.__name__: function for function in _FILTERS}
+_templates.filters |= vars(numbers) | vars(report_text)  # their functions
 _templates.filters |= {"snippet": lambda text: snippet(text, 140) or "(no visible characters)", "spans": _spans}

@@ -1,10 +1,9 @@
 """Charts and bars as positions and words; macros.html draws them, style.css colours them."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ NUM_COLORS = 8
 BAR_WIDTH = 220
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
   """One curve, drawn where finite. color: index into the palette. dots: mark the single measurements."""
 
   name: str
@@ -114,12 +112,9 @@ def tick_text(value: float, step: float) -> str:
   """A tick's value with as many decimals as the distance between ticks needs."""
   if value == 0:
     return "0"
-  if abs(value) >= 1e6 or step < 1e-4:
-    text = f"{abs(value):.3g}"
-  else:
-    decimals = next((d for d in range(8) if abs(step * 10**d - round(step * 10**d)) < 1e-6), 8)
-    text = f"{abs(value):,.{decimals}f}".replace(",", THIN)
-  return (MINUS if value < 0 else "") + text
+  decimals = next((d for d in range(8) if abs(step * 10**d - round(step * 10**d)) < 1e-6), 8)
+  form = ".3g" if abs(value) >= 1e6 or step < 1e-4 else f",.{decimals}f"
+  return (MINUS if value < 0 else "") + format(abs(value), form).replace(",", THIN)
 
 
 def spread(positions: list[float], gap: float, low: float, high: float) -> np.ndarray:
