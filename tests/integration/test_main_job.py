@@ -251,6 +251,20 @@ KINDS = {
     "ghost_curvature=secant",
   ),
   "path": ("ghost_direction=path", "ghost_curvature=secant", "ghost_val_every=2", "ghost_rank=2"),
+  "rollouts": (
+    "objective=grpo",
+    "packing=none",
+    "num_generations=3",
+    "num_iterations=3",
+    "max_completion_length=5",
+    "max_target_length=16",
+    "dataset_type=text",
+    "dataset_domain_bytes=-1",
+    "dataset_files=[sums=SUMS]",
+    "ghost_val_sets=[sums]",
+    "reward_functions=[python_parses]",
+    "scale_rewards=none",
+  ),
 }
 KILLS = {"muon": 20, "path": 20}  # 8 for the others
 
@@ -261,19 +275,25 @@ KILLS = {"muon": 20, "path": 20}  # 8 for the others
 def test_killed_at_random_moments_it_is_the_same_run(command, kind):
   rng = np.random.default_rng(list(KINDS).index(kind))
   begin = time.perf_counter()
-  code, _, err = command.run(f"run_name={kind}_alone", *KINDS[kind])
+  sums = command.folder / "sums.jsonl"
+  sums.write_text("".join(f'{{"prompt": "{a}+1=", "completion": "{a + 1}"}}\n' for a in range(40)))
+  changes = [text.replace("SUMS", str(sums)) for text in KINDS[kind]]
+  code, _, err = command.run(f"run_name={kind}_alone", *changes)
   seconds = time.perf_counter() - begin
   assert code == 0, err[-3000:]
   name = f"run_name={kind}_killed"
   for _ in range(KILLS.get(kind, 8)):
-    process = command.start(name, *KINDS[kind])
+    process = command.start(name, *changes)
     time.sleep(rng.uniform(0.1, seconds))
     process.kill()
     process.communicate(timeout=300)
-  code, _, err = command.run(name, *KINDS[kind])
+  code, _, err = command.run(name, *changes)
   assert code == 0, err[-3000:]
   assert losses(command.folder / f"{kind}_killed") == losses(command.folder / f"{kind}_alone")
   assert scores(command.folder / f"{kind}_killed") == scores(command.folder / f"{kind}_alone")
+  if kind == "rollouts":
+    killed, alone = (command.folder / f"rollouts_{how}" / "rollouts.jsonl" for how in ("killed", "alone"))
+    assert killed.read_bytes() == alone.read_bytes()
 
 
 @pytest.mark.slow

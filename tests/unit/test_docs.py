@@ -1,5 +1,7 @@
 """The Python code of README and docs runs as it stands: the blocks of a page in order, in one namespace."""
 
+import contextlib
+import itertools
 import pickle
 import re
 from pathlib import Path
@@ -113,3 +115,27 @@ def test_code_for_segments_and_compiled_steps_runs(tmp_path, monkeypatch):
   step = jax.jit(lambda state, batch, val_batches: (state + batch, {})).lower(one, two, ()).compile()
   Path("step.pkl").write_bytes(pickle.dumps(serialize(step)))
   assert run_page("docs/aot.md")["step"](one, two, ())[0] == 3.0
+
+
+def test_the_reward_of_the_page_on_reinforcement_learning_runs():
+  near = run_page("docs/reinforcement.md")["near"]
+  assert near(None, ["12", "about 3", "7"], completion=["10", "3", "7"]) == [-2, None, 0]
+
+
+def test_the_table_of_what_is_exact_names_what_is_refused():
+  text = (ROOT / "docs/ghost.md").read_text("utf-8")
+  head, _, *rows = re.search(r"<!-- exact -->\n(.*?)<!-- /exact -->", text, re.S)[1].splitlines()
+  schedules = re.findall(r"`(\w+)`", head)
+  needs = {"distill": {"distill_teacher": "x"}, "grpo": {"packing": "none", "max_completion_length": 9}}
+  for row in rows:
+    first, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+    given, *others = re.findall(r"`([^`]+)`", first)
+    key, value = given.split("=")
+    choices = [{key: value}, *({key: other} for other in others)]
+    if "direction" in first:
+      choices = [{key: value, "ghost_direction": other, "sgd_momentum": 0.5 * (value == "sgd")} for other in others]
+    for choice, (schedule, cell) in itertools.product(choices, zip(schedules, cells, strict=True)):
+      keys = {name: int(text) if str(text).isdigit() else text for name, text in choice.items()}
+      keys |= {"ghost_schedule": schedule, **needs.get(choice.get("objective"), {})}
+      with contextlib.nullcontext() if cell != "-" else pytest.raises(config.ConfigError):
+        config.replace(config.load(), **keys)

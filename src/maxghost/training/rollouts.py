@@ -92,7 +92,7 @@ class Rollouts:
     advantage_B = rewards.advantages(reward_B, self._keys.num_generations, self._keys.scale_rewards)
     batch = self._batch(drawn.batch, prompts, found, advantage_B, numbers, generation_B)
     record = {"step": step, "prompts": self._told(drawn.batch, prompts, texts, found, by_name, reward_B, advantage_B)}
-    metrics = self._metrics(found, by_name, reward_B) | {"rollout/seconds": time.perf_counter() - begin}
+    metrics = self._metrics(found, by_name, reward_B) | {"perf/rollout_seconds": time.perf_counter() - begin}
     self._held = Fetched(batch, self._layout.put(batch.arrays), drawn.position, metrics, record)
     return self._held
 
