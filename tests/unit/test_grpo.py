@@ -184,6 +184,7 @@ def write(folder, name="add.jsonl"):
     "def ones(completions, **_):\n  return [float(a.count('1')) + len(a) / 8 for a in completions]\n"
     "def shorter(completions, **_):\n  return [-float(len(a)) for a in completions]\n"
     "def unequal(completions, **_):\n  return [float(sum(a.encode()) % 7) for a in completions]\n"
+    "def sparse(completions, **_):\n  return [float(i == 0) for i, _ in enumerate(completions)]\n"
     "def broken(completions, **_):\n  return [1 / 0]\n"
     "def lost(completions, **_):\n  return [float('nan')] * len(completions)\n"
     "def few(completions, **_):\n  return [1.0]\n"
@@ -302,6 +303,19 @@ def test_what_if(finished, capsys):
   for wrong in ("reward=arithmetc", "rewards=arithmetic", "scale_rewards=std", "reward=nowhere.py:f"):
     with pytest.raises(ConfigError):
       what_if.ask(log, wrong)
+
+
+def test_what_if_tells_what_the_other_reward_does(tmp_path):
+  """Under SGD the direction depends on no reward, and the first answers of both runs are the same: exact."""
+  folder = write(tmp_path)
+  keys = {"opt_type": "sgd", "gradient_clipping_threshold": 0.0, "steps": 1, "warmup_steps_fraction": 0.0}
+  flat, other = (f"{folder / 'own.py'}:{name}" for name in ("sparse", "unequal"))
+  assert start(folder, reward_functions=f"[{flat}]", **keys) == 0
+  assert start(folder, reward_functions=f"[{other}]", run_name="other", **keys) == 0
+  asked = what_if.ask(attribution.load(folder / "runs/base"), f"reward={other}")
+  real = attribution.load(folder / "runs/other")["contribution"][:, 0]
+  assert (asked.advantage_2N[0] == 0).any() and (asked.advantage_2N[0] != 0).any()
+  np.testing.assert_allclose(asked.contribution_2N[1], real, rtol=1e-4, atol=1e-6 * np.abs(real).max())
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,9 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
   steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
   reward = thin(summary.reward, CURVE_POINTS)
   rewards = [Line("reward", reward.steps, reward.values, FIRST_CURVE)]
+  sampled = (0, int(summary.reward.steps.max(initial=steps[1])))
   return [
-    *([line_chart("Mean reward of the answers", rewards, steps, "reward", zero=True)] if len(reward) else []),
+    *([line_chart("Mean reward of the answers", rewards, sampled, "reward", zero=True)] if len(reward) else []),
     line_chart("Loss", losses, steps, "nats per token"),
     line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
     line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
