@@ -408,6 +408,11 @@ class Config:
     name = str(own) if name == "auto" else name
     return name if self.ghost.curvature == "none" else f"{name}+{self.ghost.curvature}"
 
+  @property
+  def counts_clipping(self) -> bool:
+    """Whether contributions count what a document changes of the gradient's clipping: those of marginal credit do."""
+    return self.ghost.direction == "marginal" and self.optimizer.gradient_clipping_threshold > 0
+
   def flat(self) -> dict[str, Any]:
     """Every key and its value, in the order of the sections."""
     return {f.name: getattr(part, f.name) for part in self.sections() for f in dataclasses.fields(part)}

@@ -388,7 +388,7 @@ def scoring(v: Values) -> Iterator[str]:
     "balance": (v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
     "further_tokens": (v.ghost_enabled and v.mtp_num_layers > 0, "mtp_num_layers", "0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
-    "clipping": (v.ghost_enabled and clips, "gradient_clipping_threshold", "0.0"),
+    "clipping": (v.ghost_enabled and clips, "ghost_direction", "path"),
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
   named = {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()}

@@ -21,7 +21,7 @@ from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices, state
 from maxghost.training.memory_report import MemoryEstimate, Row, Tensor
-from maxghost.training.scoring import counts_clipping, excluded, scoring_spec
+from maxghost.training.scoring import excluded, scoring_spec
 
 Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
@@ -394,7 +394,7 @@ class Step:
     if not self.device.num_sets:
       return {}
     count = sum(math.prod(param.stack_shape) for param in self.device.scored)
-    shape = (count, self.device.num_sets + counts_clipping(self.cfg), self.device.rows, self.device.length)
+    shape = (count, self.device.num_sets + self.device.cfg.counts_clipping, self.device.rows, self.device.length)
     tensors = [Tensor(shape, "float32", "scores per token of every parameter")]
     if self.ghost.passes == "reverse_scan":
       tensors += self._walked_back()

@@ -251,15 +251,10 @@ def rule_state(cfg: Config, rule: optimizers.UpdateRule, train_state: TrainState
   return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
 
 
-def counts_clipping(cfg: Config) -> bool:
-  """Whether contributions count what a document changes of the gradient's clipping: marginal credit does."""
-  return cfg.ghost.direction == "marginal" and cfg.optimizer.gradient_clipping_threshold > 0
-
-
 def scoring_spec(cfg: Config) -> DirectionSpec:
   """The directions of the run's scores."""
   spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
-  return dataclasses.replace(spec, own=counts_clipping(cfg))
+  return dataclasses.replace(spec, own=cfg.counts_clipping)
 
 
 def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
