@@ -156,16 +156,18 @@ class Scorer:
     """
     ghost, passed = self.cfg.ghost, scored.passed
     used_BTS, target_BTS, per_share_BS, of_slots = self.slots(batch, passed.losses, passed.weights)
-    ok, own_1BT = jnp.all(jnp.isfinite(scored.additive)), None
+    ok: Any = jnp.all(jnp.isfinite(scored.additive))
+    clipping, own_1BT, own_BS1, scale = None, None, None, learning_rate * clip_factor
     if scored.own:
       own_1BT = passes.total(self.twin, scored.own)
       ok &= jnp.all(jnp.isfinite(own_1BT))
+      own_1BT = jnp.where(ok, own_1BT, 0)
+      own_BS1 = jnp.einsum("kbt,bts->bsk", own_1BT, used_BTS)
     score_KBT = jnp.where(ok, scored.additive, 0)
     forward_mode = ghost.engine == "jvp"
     score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
-    clipping, scale = None, learning_rate * clip_factor
     if scored.own:
-      clipping = self._clipping(scored, score_BSK, jnp.where(ok, own_1BT, 0), used_BTS, norm)
+      clipping = self._clipping(scored, score_BSK, own_BS1, norm)
 
     def credit(score, own, place=lambda x_BSK: x_BSK):
       """Contributions from scores and own scores. place: puts an array by slots where the scores are."""
@@ -177,7 +179,7 @@ class Scorer:
     out = {
       "val_loss": scored.val_loss,
       "score_dot_BSK": score_BSK * per_share_BS[..., None],
-      "contribution_BSK": credit(score_BSK, None if own_1BT is None else jnp.einsum("kbt,bts->bsk", own_1BT, used_BTS)),
+      "contribution_BSK": credit(score_BSK, own_BS1),
       **of_slots,
       "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
       "scored_ok": ok,
@@ -204,7 +206,7 @@ class Scorer:
       out["nonfinite_scores"][label] |= ~jnp.all(jnp.isfinite(own))
     return out
 
-  def _clipping(self, scored: Scored, score_BSK, own_1BT, used_BTS, norm) -> tuple[jax.Array, jax.Array]:
+  def _clipping(self, scored: Scored, score_BSK, own_BS1, norm) -> tuple[jax.Array, jax.Array]:
     """([B, S, K], [B, S, K]): what each slot's scores, and its scores along the batch gradient g, are multiplied with.
 
     They give `factor_without` of the slot: c_i <u, g_i> + (c - c_i) <u, g>, where the second term is divided among the
@@ -213,10 +215,10 @@ class Scorer:
     inverse = jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1), 0)
     if self.cfg.optimizer.gradient_accumulation_steps > 1:
       # <g, g_i> of micro-batches is along their own gradients: its sum is not |g|², which is known.
-      grads, own = optimizers.by_label(scored.passed.grads), own_1BT.sum()
+      grads, own = optimizers.by_label(scored.passed.grads), own_BS1.sum()
       square = sum(jnp.sum(jnp.square(grads[p.label].astype(own.dtype))) for p in self.twin.scored)
       inverse *= jnp.sqrt(jnp.where(own > 0, square / jnp.where(own > 0, own, 1), 0))
-    share_BS1 = jnp.einsum("kbt,bts->bsk", own_1BT, used_BTS) * inverse * inverse
+    share_BS1 = own_BS1 * inverse * inverse
     factor_BS1, slope_BS1 = optimizers.factor_without(share_BS1, norm, self.cfg.optimizer.gradient_clipping_threshold)
     factor_BSK = jnp.broadcast_to(factor_BS1, score_BSK.shape)
     return factor_BSK, slope_BS1 * inverse * inverse * score_BSK.sum((0, 1), keepdims=True)
