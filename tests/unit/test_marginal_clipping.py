@@ -140,7 +140,7 @@ def test_contributions_count_the_clipping_factor_without_the_document(case, wide
     assert np.abs(total - out["contribution_BSK"][..., k]).max() < tolerance * size
     by_slot = sums_by_slot(out["token_contribution_KBT"][k])
     assert np.abs(by_slot - out["contribution_BSK"][..., k]).max() < tolerance * size
-    assert out["predicted_examples"][k] == pytest.approx(total.sum(), abs=tolerance * np.abs(total).sum())
+    assert out["predicted_examples"][k] == pytest.approx(total.sum(), abs=tolerance * float(np.abs(total).sum()))
   assert out["check_rel_err"].max() < tolerance and "of_clipping" not in out
 
 
