@@ -254,3 +254,14 @@ def test_what_cannot_count_the_clipping_is_refused():
     config.load(None, "ghost_direction=marginal", "ghost_schedule=forward_mode")
   free = ("ghost_direction=marginal", "ghost_schedule=forward_mode", "gradient_clipping_threshold=0.0")
   assert not config.load(None, *free).counts_clipping
+
+
+def test_where_nothing_is_clipped_the_bits_are_those_without_a_threshold():
+  """The last step's threshold is far away; a large one's program has the further score, none's has not."""
+  far, none = (
+    Run(ghost_direction="marginal", exact=True, gradient_clipping_threshold=threshold) for threshold in (1e4, 0.0)
+  )
+  assert (far.twin.spec.own, none.twin.spec.own) == (True, False)
+  for batch in TRAIN[:2]:
+    found, expected = far.step(batch), none.step(batch)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
