@@ -257,7 +257,7 @@ def test_what_cannot_count_the_clipping_is_refused():
 
 
 def test_where_nothing_is_clipped_the_bits_are_those_without_a_threshold():
-  """The last step's threshold is far away; a large one's program has the further score, none's has not."""
+  """With a threshold that no gradient reaches, whose program has the further score; all outputs of two steps."""
   far, none = (
     Run(ghost_direction="marginal", exact=True, gradient_clipping_threshold=threshold) for threshold in (1e4, 0.0)
   )
