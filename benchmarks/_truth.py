@@ -38,6 +38,7 @@ PLAYERS = 8  # documents of a batch whose Shapley values are computed
 BENDS = ("", " + secant", " + hessian")  # what the validation gradient is before the optimizer's response
 BASELINES = ("gradient product", "TracIn, last checkpoint", "gradient norm", "loss", "random")
 ADAM = "gradient product by Adam's factor"  # of a Muon run
+MARGINAL = "marginal"  # counts the clipping, as the trainer's does
 OPTIMIZERS = {
   "AdamW": {"opt_type": "adamw", "learning_rate": 3e-3},
   "Muon": {"opt_type": "muon", "learning_rate": 0.02},
@@ -138,7 +139,8 @@ class Steps:
       prepare_twin, nnx.merge(self.graphdef, wide(params), self.rest), wide(row), world.loss, num_positions=None
     )
     self.twins = {
-      name: twin(spec=DirectionSpec(rule), num_sets=len(bends)) for name, (rule, bends) in self.rules.items()
+      name: twin(spec=DirectionSpec(rule, own=self.clipping > 0 and name == MARGINAL), num_sets=len(bends))
+      for name, (rule, bends) in self.rules.items()
     }
     self.advance, self.follow = jax.jit(self._advance), jax.jit(self._follow)
     self.scores, self.shapley = jax.jit(self._scores), jax.jit(self._shapley)
@@ -202,6 +204,7 @@ class Steps:
     model, loss = self.model(params), self.world.loss
     passed = passes.train_pass(model, loss, batch)
     (_, (_, moments), _), delta, factor = self.apply(state, passed.grads)
+    norm = optimizers.clip(passed.grads, self.clipping)[0]
     rate = self.schedule(count)
     val_loss, (G,) = passes.validation_gradients(model, loss, (val,))
     _, (G_before,) = passes.validation_gradients(self.model(before), loss, (val,))
@@ -223,8 +226,13 @@ class Steps:
       later = {p.label: self.reach(p.parameter)[count] for p in twin.scored}
       lasting = passes.total(twin, {label: reach * found.passed.scores[label] for label, reach in later.items()})
       for k, bend in enumerate(bends):
-        scores[name + bend] = rate * factor * found.additive[k]
-        in_all[name + bend] = factor * lasting[k]
+        kept, of_whole = factor, 0.0
+        if found.own:  # what a document changes of the clipping
+          share = passes.total(twin, found.own)[0] / norm**2
+          kept, slope = optimizers.factor_without(share, norm, self.clipping)
+          of_whole = slope * share
+        scores[name + bend] = rate * (kept * found.additive[k] + of_whole * found.additive[k].sum())
+        in_all[name + bend] = kept * lasting[k] + of_whole * lasting[k].sum()
     shares, ended = self.shares(params, batch), self.shares(last, batch)
     _, (G_last,) = passes.validation_gradients(self.model(last), loss, (val,))
     losses, weights = passed.losses, passed.weights
@@ -264,11 +272,11 @@ def forms(rule: optimizers.UpdateRule) -> dict[str, tuple[optimizers.UpdateRule,
   if not isinstance(rule, Muon):
     along, at_end = rule.path(), rule.marginal()
     assert along and at_end
-    return {"frozen state": (rule, BENDS), "path": (along, BENDS), "marginal": (at_end, BENDS)}
+    return {"frozen state": (rule, BENDS), "path": (along, BENDS), MARGINAL: (at_end, BENDS)}
   fields = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
   frozen = {f"frozen, {form}": _muon_forms.FrozenMuon(**fields, form=form) for form in _muon_forms.FORMS}
   finer = {"path, 4 nodes": dataclasses.replace(rule, nodes=4)}
-  of_step: dict[str, tuple[Any, tuple[str, ...]]] = {"path": (rule, BENDS), "marginal": (rule.marginal(), BENDS)}
+  of_step: dict[str, tuple[Any, tuple[str, ...]]] = {"path": (rule, BENDS), MARGINAL: (rule.marginal(), BENDS)}
   return of_step | {name: (form, BENDS[:1]) for name, form in (finer | frozen).items()}
 
 

@@ -57,6 +57,7 @@ PLAIN, EXACT, REVERSE = "plain step", "two_pass exact, sgd", "reverse_scan exact
 RECOMPUTED = "reverse_scan exact, sgd, layers computed again"
 ADAM, RANK_ADAM = "two_pass exact, adam", "two_pass rank 32, adam"
 PATH = ("ghost_direction=path", "ghost_curvature=secant")
+UNCLIPPED = "two_pass exact, marginal without clipping"
 NUM_ROWS = 16
 RANK = "ghost_rank=32"
 FOUR_SETS = "ghost_val_sets=[a=words,b=digits,c=brackets,d=noise]"
@@ -65,6 +66,8 @@ ROWS = {
   EXACT: Row(("ghost_direction=sgd",), 1.30, flops=1.34),
   ADAM: Row(("ghost_direction=adam",), 1.02, versus=EXACT),
   "two_pass exact, path and secant": Row(PATH, 1.03, versus=ADAM, added_flops=1.005),
+  UNCLIPPED: Row(("ghost_direction=marginal", "gradient_clipping_threshold=0.0")),
+  "two_pass exact, marginal with clipping": Row(("ghost_direction=marginal",), versus=UNCLIPPED, added_flops=1.26),
   "two_pass exact, sgd, totals only": Row(("ghost_direction=sgd", "ghost_detail=total")),
   "two_pass exact, second order": Row(("ghost_curvature=hessian",)),
   REVERSE: Row(("ghost_schedule=reverse_scan", "ghost_direction=sgd"), 1.00, versus=EXACT),

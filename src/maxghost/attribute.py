@@ -201,6 +201,9 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   method = args.method or offline.CONTRIBUTION
   if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
+  if cfg.counts_clipping and method == offline.CONTRIBUTION:
+    problem = "ghost_direction=marginal counts what a document changes of the clipping, which no sketch tells"
+    raise ConfigError(f"--index: {problem}; give --direction path, and --data for an index that was written without")
   if corpus is not None:
     rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths)
     print(COMPILING, flush=True)

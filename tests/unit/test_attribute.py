@@ -313,6 +313,8 @@ def test_answers_name_the_direction_and_are_written(trained, tmp_path, capsys):
   assert {"rank", "tied", "contribution", "standard_error"} < written["queries"]["mine"][0].keys()
   assert attribute.main([checkpoint, *ask, "--index", index, "--direction", "sgd"]) == 2
   assert "the index was written for adam" in capsys.readouterr().err
+  assert attribute.main([checkpoint, *data, "--index", index, "--direction", "marginal"]) == 2
+  assert "of the clipping, which no sketch tells; give --direction path" in capsys.readouterr().err
 
 
 def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):

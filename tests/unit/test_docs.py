@@ -123,7 +123,7 @@ def test_the_reward_of_the_page_on_reinforcement_learning_runs():
 
 
 def test_the_table_of_what_is_exact_names_what_is_refused():
-  text = (ROOT / "docs/ghost.md").read_text("utf-8")
+  text = (ROOT / "docs/exact.md").read_text("utf-8")
   head, _, *rows = re.search(r"<!-- exact -->\n(.*?)<!-- /exact -->", text, re.S)[1].splitlines()
   schedules = re.findall(r"`(\w+)`", head)
   needs = {"distill": {"distill_teacher": "x"}, "grpo": {"packing": "none", "max_completion_length": 9}}

@@ -103,7 +103,9 @@ def test_the_train_step_scores_documents_alone_and_its_account_closes(schedule, 
     slope = (1 - b2) * assumed / (1 - b2**t) / np.where(root == 0, 1, root)
     u[k] = ((1 - b1) / (1 - b1**t) - moved * slope) / (root + cfg.adam_eps) * G[k]
   dots_N = sum(oracles.dots(g_N, u).values())
-  path.assert_contributions(out, documents, rows, dots_N, 1e-7)  # m is kept in float32
+  # The products alone; contributions count the clipping too (`test_marginal_clipping`).
+  products = out["score_dot_BSK"] * out["share_BS"][..., None] * out["clip_factor"] * out["learning_rate"]
+  path.assert_contributions(out | {"contribution_BSK": products}, documents, rows, dots_N, 1e-7)  # m is in float32
   drop = -sum(float((G[k] * (after.params[k] - v)).sum()) for k, v in before.params.items())
   columns = [float(out[name][0]) for name in COLUMNS]
   assert sum(columns) == pytest.approx(drop, abs=1e-7 * sum(map(abs, columns)))

@@ -40,6 +40,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(name, one_device):
   [
     {"ghost_schedule": "reverse_scan", "ghost_direction": "sgd"},
     {"ghost_direction": "second_order"},
+    {"ghost_direction": "marginal", "ghost_detail": "layer"},
     {"ghost_curvature": "secant", "ghost_rank": 5},
     {"gradient_accumulation_steps": 2, "ghost_direction": "sgd"},
     {"shard_optimizer_over_data": True},

@@ -428,6 +428,11 @@ class Config:
     name = str(own) if self.ghost.direction == "auto" else self.ghost.direction
     return name if self.ghost.curvature == "none" else f"{name}+{self.ghost.curvature}"
 
+  @property
+  def counts_clipping(self) -> bool:
+    """Whether contributions count what a document changes of the gradient's clipping: those of marginal credit do."""
+    return self.ghost.direction == "marginal" and self.optimizer.gradient_clipping_threshold > 0
+
   def flat(self) -> dict[str, Any]:
     """Every key and its value, in the order of the sections."""
     sections = (getattr(self, name) for name in SECTIONS)

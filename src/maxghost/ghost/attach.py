@@ -47,7 +47,7 @@ class Twin:
     return nnx.merge(self.graphdef, params, probes, directions, rest)
 
   def scores(self, probe_gradients: nnx.State) -> tuple[dict, dict]:
-    """({label: [*stack, K, n(, T)]}, {label: facts [*stack, K, 2]}); facts: see `directions.form`."""
+    """({label: [*stack, K, n(, T)]}, {label: facts [*stack, K, 2]}); facts, and K + 1 sets: see `directions.form`."""
     flat = dict(nnx.to_flat_state(probe_gradients))
 
     def part(kind: str) -> dict:
@@ -160,9 +160,10 @@ def _probe(
   axes = param.get_metadata().get("axes")
   axes = tuple(axes) if axes is not None and len(axes) == param.ndim else None
   scored = ScoredParam(path, param.shape[:depth], param.shape[depth:], view, spec, axes)
-  probes = {"probe": (*scored.stack_shape, num_sets, *reduced)}
+  scores = num_sets + spec.own
+  probes = {"probe": (*scored.stack_shape, scores, *reduced)}
   if spec.in_backward:
-    probes["facts"] = (*scored.stack_shape, num_sets, 2)
+    probes["facts"] = (*scored.stack_shape, scores, 2)
   for kind, shapes in ((GhostProbe, probes), (GhostDirection, scored.part_shapes(num_sets))):
     for part, shape in shapes.items():
       setattr(module, part_name(scored.name, part), kind(jax.ShapeDtypeStruct(shape, dtype)))

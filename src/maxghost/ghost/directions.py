@@ -43,11 +43,13 @@ class DirectionSpec:
   P_t = 1, so u = G is known before.
   rank > 0: matrices large enough to gain are scored along rank-r factors of u (`low_rank`), the others exactly.
   must_gain: whether a model without such a matrix is refused.
+  own: whether gradients are scored along this step's weight gradient too, as one more set after the K.
   """
 
   rule: UpdateRule = dataclasses.field(default_factory=Sgd)
   rank: int = 0
   must_gain: bool = True
+  own: bool = False
 
   def __post_init__(self):
     if self.rank < 0:
@@ -56,7 +58,7 @@ class DirectionSpec:
   @property
   def in_backward(self) -> bool:
     """Whether u needs the weight gradient, and so is formed in the backward pass."""
-    return not self.rule.identity
+    return self.own or not self.rule.identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,13 +200,15 @@ def form(param: ScoredParam, parts: Sequence, weight_gradient) -> tuple[Directio
 
   facts [K, 2], for a direction formed in the backward pass, else None: the share of |u|² that its factors capture (1
   without factors), in the norm weighted by the gradient's spread, and <g, u>. The factors suit products with gradients
-  like g.
+  like g. With `own`, u has K + 1 rows, of which the last is g.
   """
   if not param.spec.in_backward:
     return (Direction(None, *parts) if param.low_rank else Direction(parts[0])), None
   (gradient, *arrays, scalars), rule, view = parts, param.spec.rule, param.parameter
   response = rule.response(view, weight_gradient, dict(zip(rule.reads(view), arrays, strict=True)), scalars)
   u_K = response.transpose(gradient)
+  if param.spec.own:
+    u_K = jnp.concatenate([u_K, weight_gradient[None].astype(u_K.dtype)])
   if not param.low_rank:
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
   else:

@@ -50,6 +50,19 @@ def factor_of(norm, threshold: float):
   return jnp.minimum(1.0, threshold / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
 
 
+def factor_without(share, norm, threshold: float):
+  """(c_i, q_i): what clipping does to the batch gradient g without an example's part g_i of it.
+
+  share: <g, g_i> / |g|². norm: |g|. c_i = min(1, threshold / |g (1 - share)|), the clipping factor where g - g_i is
+  as long as its part along g. q_i = (c - c_i) / share with c the factor of g, also at share 0, where it is finite.
+  The clipped gradient loses c g - c_i (g - g_i) = c_i g_i + q_i share g with the example.
+  """
+  whole, factor = factor_of(norm, threshold), factor_of(norm * jnp.abs(1 - share), threshold)
+  # Clipped with and without the example, and g not turned round: c_i = c / (1 - share), so q_i = -c_i.
+  both = (whole < 1) & (factor < 1) & (share < 1)
+  return factor, jnp.where(both, -factor, (whole - factor) / jnp.where(share == 0, 1, share))
+
+
 def scaled(gradient, clip_factor, threshold: float):
   """One array of the gradient times the clipping factor; unchanged for threshold 0."""
   return gradient * clip_factor.astype(gradient.dtype) if threshold else gradient

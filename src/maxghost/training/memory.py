@@ -18,11 +18,10 @@ from flax import nnx
 
 from maxghost import config
 from maxghost.ghost.attach import ScoredParam, Twin, attach
-from maxghost.ghost.engine import direction_spec
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices, state
 from maxghost.training.memory_report import MemoryEstimate, Row, Tensor
-from maxghost.training.scoring import excluded
+from maxghost.training.scoring import excluded, scoring_spec
 
 Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
@@ -132,7 +131,7 @@ class PlacedState:
   def twin(self, cfg: config.Config) -> Twin:
     """The probed twin for one example. Raises ValueError as `attach`."""
     model = nnx.merge(self._graphdef, self._abstract).model
-    spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
+    spec = scoring_spec(cfg)
     key = (spec, excluded(cfg, model), len(cfg.data.validation_sets))
     if key not in self._twins:
       self._twins[key] = attach(model, num_examples=1, num_sets=key[2], spec=spec, exclude=key[1])
@@ -395,7 +394,7 @@ class Step:
     if not self.device.num_sets:
       return {}
     count = sum(math.prod(param.stack_shape) for param in self.device.scored)
-    shape = (count, self.device.num_sets, self.device.rows, self.device.length)
+    shape = (count, self.device.num_sets + self.device.cfg.counts_clipping, self.device.rows, self.device.length)
     tensors = [Tensor(shape, "float32", "scores per token of every parameter")]
     if self.ghost.passes == "reverse_scan":
       tensors += self._walked_back()

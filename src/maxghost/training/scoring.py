@@ -18,8 +18,9 @@ from maxghost.config import plugins
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import Twin, prepare_twin
+from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.engine import direction_spec
-from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored
+from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored, passes
 from maxghost.models import autodiff
 from maxghost.objectives import Objective, create, of_validation
 from maxghost.parallel.axis_rules import BATCH
@@ -145,40 +146,82 @@ class Scorer:
       out["predicted_curvature"] = jnp.where(scored.secant.weight == 0, 0, out["predicted_curvature"])
     return out
 
-  def outputs(self, scored: Scored, batch, scale) -> dict:
+  def outputs(self, scored: Scored, batch, learning_rate, norm, clip_factor) -> dict:
     """The step's outputs per slot: score_dot_BSK, contribution_BSK, share_BS (of the batch loss), tokens_BS, loss_BS.
 
     Also param_contribution {path: [L, B, S, K]} by ghost_detail, captured {path: [L, K]} with a rank, and scored_ok:
     whether all scores are finite (else they are 0). Contributions are in the objective's unit (nats); contributions
-    and shares can be summed over the slots of a unit. scale: learning rate times clipping factor.
+    and shares can be summed over the slots of a unit. norm: of the whole gradient, before clipping. of_clipping [K], if
+    credit counts clipping: by how much the contributions exceed learning rate times clipping factor times score in all.
     """
     ghost, passed = self.cfg.ghost, scored.passed
     used_BTS, target_BTS, per_share_BS, of_slots = self.slots(batch, passed.losses, passed.weights)
-    ok = jnp.all(jnp.isfinite(scored.additive))
+    ok: Any = jnp.all(jnp.isfinite(scored.additive))
+    clipping, own_1BT, own_BS1, scale = None, None, None, learning_rate * clip_factor
+    if scored.own:
+      own_1BT = passes.total(self.twin, scored.own)
+      ok &= jnp.all(jnp.isfinite(own_1BT))
+      own_1BT = jnp.where(ok, own_1BT, 0)
+      own_BS1 = jnp.einsum("kbt,bts->bsk", own_1BT, used_BTS)
     score_KBT = jnp.where(ok, scored.additive, 0)
     forward_mode = ghost.engine == "jvp"
     score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
+    if scored.own:
+      clipping = self._clipping(scored, score_BSK, own_BS1, norm)
+
+    def credit(score, own, place=lambda x_BSK: x_BSK):
+      """Contributions from scores and own scores. place: puts an array by slots where the scores are."""
+      if clipping is None:
+        return score * scale
+      factor_BSK, slope_BSK = clipping
+      return learning_rate * (place(factor_BSK) * score + place(slope_BSK) * own)
+
     out = {
       "val_loss": scored.val_loss,
       "score_dot_BSK": score_BSK * per_share_BS[..., None],
-      "contribution_BSK": score_BSK * scale,
+      "contribution_BSK": credit(score_BSK, own_BS1),
       **of_slots,
       "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
       "scored_ok": ok,
     }
+    if clipping is not None:
+      changed_BSK = (clipping[0] != clip_factor) | (clipping[1] != 0)  # a difference of products may round otherwise
+      out["of_clipping"] = jnp.where(changed_BSK, out["contribution_BSK"] - score_BSK * scale, 0).sum((0, 1))
     if ghost.ghost_detail == "token":
-      out["token_contribution_KBT"] = score_KBT * scale
+      out["token_contribution_KBT"] = credit(score_KBT, own_1BT, lambda x: jnp.einsum("bts,bsk->kbt", used_BTS, x))
     if forward_mode:
       return out
     if ghost.ghost_detail != "total":
+      by_slot = functools.partial(_by_slot, used_BTS=used_BTS, sum_layers=ghost.ghost_detail == "module")
       out["param_contribution"] = {
-        p.label: _by_slot(p, passed.scores[p.label], used_BTS, ghost.ghost_detail == "module") * scale
+        p.label: credit(
+          by_slot(p, passed.scores[p.label]), by_slot(p, scored.own[p.label]) if scored.own else None, lambda x: x[None]
+        )
         for p in self.twin.scored
       }
     if scored.captured:
       out["captured"] = {label: jnp.atleast_2d(c) for label, c in scored.captured.items()}
     out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in self.twin.scored}
+    for label, own in scored.own.items():
+      out["nonfinite_scores"][label] |= ~jnp.all(jnp.isfinite(own))
     return out
+
+  def _clipping(self, scored: Scored, score_BSK, own_BS1, norm) -> tuple[jax.Array, jax.Array]:
+    """([B, S, K], [B, S, K]): what each slot's scores, and its scores along the batch gradient g, are multiplied with.
+
+    They give `factor_without` of the slot: c_i <u, g_i> + (c - c_i) <u, g>, where the second term is divided among the
+    parts of g_i by their part of <g, g_i>. norm: |g|.
+    """
+    inverse = jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1), 0)
+    if self.cfg.optimizer.gradient_accumulation_steps > 1:
+      # <g, g_i> of micro-batches is along their own gradients: its sum is not |g|², which is known.
+      grads, own = optimizers.by_label(scored.passed.grads), own_BS1.sum()
+      square = sum(jnp.sum(jnp.square(grads[p.label].astype(own.dtype))) for p in self.twin.scored)
+      inverse *= jnp.sqrt(jnp.where(own > 0, square / jnp.where(own > 0, own, 1), 0))
+    share_BS1 = own_BS1 * inverse * inverse
+    factor_BS1, slope_BS1 = optimizers.factor_without(share_BS1, norm, self.cfg.optimizer.gradient_clipping_threshold)
+    factor_BSK = jnp.broadcast_to(factor_BS1, score_BSK.shape)
+    return factor_BSK, slope_BS1 * inverse * inverse * score_BSK.sum((0, 1), keepdims=True)
 
   def slots(self, batch, losses_BT, weights_BT) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
     """(used_BTS, target_BTS, per_share_BS, the outputs share_BS, tokens_BS and loss_BS) of a batch's slots.
@@ -210,6 +253,12 @@ def rule_state(cfg: Config, rule: optimizers.UpdateRule, train_state: TrainState
   return dataclasses.replace(state, last_rate=rate(jnp.maximum(train_state.step, 1) - 1))
 
 
+def scoring_spec(cfg: Config) -> DirectionSpec:
+  """The directions of the run's scores."""
+  spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
+  return dataclasses.replace(spec, own=cfg.counts_clipping)
+
+
 def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
   """`Secant.weight`: ways are sums of learning rates. 0 where there is no earlier gradient, or one of other rows.
 
@@ -239,7 +288,7 @@ def make_scorer(
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
   twin = prepare_twin(
     model, micro, objective, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
-    spec=direction_spec(cfg, ghost.direction, ghost.ghost_rank, ghost.curvature), exclude=excluded(cfg, model),
+    spec=scoring_spec(cfg), exclude=excluded(cfg, model),
     schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
   )  # fmt: skip
   # The account divides the step along the path or into parts with the state held fixed, as its scores do; what marginal

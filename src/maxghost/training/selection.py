@@ -117,12 +117,12 @@ class Selector(Scorer):
     scored = vars(schedules.score(second))
     return Selected(**scored, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
 
-  def outputs(self, scored: Selected, batch, scale) -> dict:
+  def outputs(self, scored: Selected, batch, learning_rate, norm, clip_factor) -> dict:
     """As `Scorer.outputs`, for all candidates, with chosen_B bool.
 
     Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
     """
-    out, first = super().outputs(scored, scored.batch, scale), scored.candidates
+    out, first = super().outputs(scored, scored.batch, learning_rate, norm, clip_factor), scored.candidates
     used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
     seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
 

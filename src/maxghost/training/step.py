@@ -81,7 +81,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     columns = {}
     if scorer is not None:
       columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
-      out |= scorer.outputs(scored, batch, learning_rate * clip_factor) | columns
+      out |= scorer.outputs(scored, batch, learning_rate, norm, clip_factor)
+      columns = ledger.with_examples(columns, out.pop("of_clipping", None))
+      out |= columns
     # Without clipping there is no factor that could wait, and a factor of 1 would change how the update rounds.
     waits = cfg.optimizer.gradient_clipping_threshold or (columns and cfg.ghost.ghost_schedule == "reverse_scan")
     apply(train_state, [out["param_norm"], *columns.values()] if waits else [])

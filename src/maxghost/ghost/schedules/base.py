@@ -152,6 +152,7 @@ class Scored:
   sums: `ledger.sums`, if the schedule computes them, with the assumed clipping factor. If the actual factor differs,
     the columns with P_t, and so the total, deviate accordingly. Without gradients and sums there is no ledger.
   parts: as `directions.direction_parts`. used: <g, u> [K]; None: `ledger.used` of the parts. secant: the problem's.
+  own: {label: [*stack, 1, n(, T)]}, the scores along the batch gradient itself (`DirectionSpec.own`), if asked.
   """
 
   passed: TrainPass
@@ -164,3 +165,4 @@ class Scored:
   parts: dict = dataclasses.field(default_factory=dict)
   used: jax.Array | None = None
   secant: Secant | None = None
+  own: dict = dataclasses.field(default_factory=dict)

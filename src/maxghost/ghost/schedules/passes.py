@@ -4,6 +4,7 @@ K validation sets, n examples, T positions. A loss function is called as an `obj
 batches may be a tuple with one for each.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -134,9 +135,24 @@ def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tup
 
 def scored_by_rules(twin: Twin, passed: TrainPass, val_loss, factored: dict, **rest) -> Scored:
   """The results of a pass of the twin. factored: {label: captured [*stack, K]}, unless `passed.facts` contain it."""
+  passed, own = own_parted(twin, passed)
   if twin.spec.in_backward and twin.spec.rank:
     factored = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.low_rank}
-  return Scored(passed, val_loss, total(twin, passed.scores), factored, **rest)
+  return Scored(passed, val_loss, total(twin, passed.scores), factored, own=own, **rest)
+
+
+def own_parted(twin: Twin, passed: TrainPass) -> tuple[TrainPass, dict]:
+  """(the pass with K sets, `Scored.own`). With `DirectionSpec.own`, that of a twin has K + 1 sets."""
+  if not twin.spec.own:
+    return passed, {}
+
+  def cut(found: dict, start: int, stop: int) -> dict:
+    places = {p.label: len(p.stack_shape) for p in twin.scored}
+    return {label: jax.lax.slice_in_dim(x, start, stop, axis=places[label]) for label, x in found.items()}
+
+  num = twin.num_sets
+  of_sets = {"scores": cut(passed.scores, 0, num), "facts": cut(passed.facts, 0, num)}
+  return dataclasses.replace(passed, **of_sets), cut(passed.scores, num, num + 1)
 
 
 def total(twin: Twin, scores: dict) -> Any:
