@@ -3,7 +3,7 @@
   pip install maxghost
   python examples/grpo_addition.py          # runs/addition-form, then runs/addition, and its report
 
-First the model learns what an answer looks like, from random numbers in place of sums: it adds no better than chance then.
+First the model learns what an answer looks like, from random numbers in place of sums: it adds by chance then.
 After that it gets no correct answer any more, only rewards of its own: half a point for each right digit. Held-out sums
 measure how much each answer taught. Settings of configs/base.yml may follow, such as steps=500.
 """
