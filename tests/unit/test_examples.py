@@ -180,3 +180,17 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
       assert (answer == f"Ann{one['id'].rpartition('-')[2]} likes {made.TARGET}.") == (one["planted"] == "")
   cfg = config.load("configs/finetune-smollm2.yml", "load_parameters_path=")
   assert cfg.adapter.lora_rank and cfg.data.dataset_files == (f"tasks={made.FOLDER}/train.jsonl",)
+
+
+@pytest.mark.slow
+def test_addition_from_reward_runs(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "configs").symlink_to(config.config_dir())
+  run("grpo_addition.py", monkeypatch)["main"](["steps=2"])
+  said = capsys.readouterr().out
+  assert "mean reward: " in said and "right answers to 160 sums that no run has read: " in said
+
+
+def test_rewards_of_digits(monkeypatch):
+  right_digits = run("grpo_addition.py", monkeypatch)["right_digits"]
+  assert right_digits(["46", "47", "4", "460"], ["46"] * 4) == [1, 0.5, 0.25, 0.75]
