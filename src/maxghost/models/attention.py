@@ -39,9 +39,10 @@ class Shape:
   def mask(self, positions_T, positions_S, segment_ids_BT=None, segment_ids_BS=None):
     """True where a query may see a key: bool [B or 1, T, S]."""
     distance_TS = positions_T[:, None] - positions_S[None, :]
-    mask = (distance_TS >= 0)[None]
+    mask = distance_TS >= 0
     if self.window is not None:
       mask = mask & (distance_TS < self.window)
+    mask = mask[None]
     if segment_ids_BT is None or segment_ids_BS is None:
       return mask
     return mask & (segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :])
@@ -94,15 +95,12 @@ def attend(
 
 
 def resolve_kernel(kernel: str, num_positions: int) -> str:
-  """Resolves 'autoselected': blockwise on CPU and for more than 1,024 positions, else dot_product.
-
-  A mesh that splits the positions of a row gets dot_product: a block of queries would occupy only a few devices.
-  """
+  """Resolves 'autoselected': blockwise on CPU and for more than 1,024 positions, else dot_product."""
   if kernel not in KERNELS:
     raise ConfigError(f"attention={kernel}: use dot_product, blockwise, flash or autoselected")
   if kernel != "autoselected":
     return kernel
-  if shardings.num_parts("activation_length") > 1:
+  if shardings.num_parts("activation_length") > 1:  # a block of queries would occupy only a few devices
     return "dot_product"
   return "blockwise" if shardings.platform() == "cpu" or num_positions > SHORT else "dot_product"
 

@@ -43,10 +43,8 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   specs = [layout.spec(QUERIES, q_BTHh.shape, "queries")]
   specs += [layout.spec(KEYS, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
   if len(specs[0]) > 1 and specs[0][1] is not None:
-    raise ConfigError(
-      "attention=flash needs the positions of a row on one device, but the mesh splits them; use "
-      "attention=dot_product, or ici_context_parallelism=1"
-    )
+    needs = "attention=flash needs the positions of a row on one device, but the mesh splits them"
+    raise ConfigError(f"{needs}; use attention=dot_product, or ici_context_parallelism=1")
   rows = None if segment_ids_BT is None else layout.spec(QUERIES[:2], segment_ids_BT.shape, "segment ids")
   axes = QUERIES[2:3] if sinks is None or sinks.ndim == 1 else QUERIES[:3]
   by_head = None if sinks is None else layout.spec(axes, sinks.shape, "sinks")
@@ -115,10 +113,9 @@ def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementatio
 
   Segment ids become a mask of B T^2 elements, so memory for packed rows is quadratic in T.
   """
-  if q_BTHh.dtype not in (jnp.bfloat16, jnp.float16):
-    raise ConfigError(
-      f"attention=flash computes in bfloat16 on gpu, not {q_BTHh.dtype}; use dtype=bfloat16, or attention=blockwise"
-    )
+  if (dtype := q_BTHh.dtype) not in (jnp.bfloat16, jnp.float16):
+    fix = "use dtype=bfloat16, or attention=blockwise"
+    raise ConfigError(f"attention=flash computes in bfloat16 on gpu, not {dtype}; {fix}")
   length, width = q_BTHh.shape[1], q_BTHh.shape[-1]
   if width % 8 or width > 256:
     raise ConfigError(

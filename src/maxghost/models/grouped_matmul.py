@@ -69,9 +69,7 @@ def _choose(on_cpu, elsewhere, arguments):
   def run(a, b, sizes_G):
     return lax.platform_dependent(a, b, sizes_G, cpu=on_cpu, default=elsewhere)
 
-  @jax.custom_jvp
-  def bilinear(a, b, sizes_G):
-    return run(a, b, sizes_G)
+  bilinear = jax.custom_jvp(run)
 
   @bilinear.defjvp
   def tangent(primals, tangents):

@@ -27,14 +27,7 @@ def create(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: 
 
 
 def run(
-  layers: nnx.Module,
-  x,
-  layer_inputs: tuple,
-  *,
-  num_layers: int,
-  remat_policy: str,
-  dropout_key=None,
-  segment_lengths: tuple[int, ...] = (),
+  layers, x, layer_inputs: tuple, *, num_layers: int, remat_policy: str, dropout_key=None, segment_lengths: tuple = ()
 ):
   """Runs x, a pytree of arrays, through stacked `layers`; returns the last one's output, with shapes and dtypes of x.
 

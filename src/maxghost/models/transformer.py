@@ -48,8 +48,8 @@ class Decoder(nnx.Module):
       return stack.run(self.layers, hidden, inputs, segment_lengths=self.segment_lengths, **options)
     for i in range(self.num_layers):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-      layer = getattr(self, f"layers_{i}")
-      hidden = stack.run_once(layer, self.remat_policy, hidden, positions_BT, segment_ids_BT, key)
+      arguments = hidden, positions_BT, segment_ids_BT, key
+      hidden = stack.run_once(getattr(self, f"layers_{i}"), self.remat_policy, *arguments)
     return hidden
 
 
@@ -106,7 +106,7 @@ class Transformer(nnx.Module):
     return Hidden(x_BTD, routing, peaks_BLH)
 
   def logits(self, hidden: Hidden):
-    """Final norm and output projection: float32 or wider [B, T, V]."""
+    """As `OutputHead.logits`."""
     return self.head.logits(hidden)
 
 
