@@ -1,7 +1,4 @@
-"""`GhostEngine`: per-example scores of any nnx model.
-
-K validation sets, n examples, T positions.
-"""
+"""`GhostEngine`: per-example scores of any nnx model. K validation sets, n examples, T positions."""
 
 import collections
 import contextlib
@@ -69,9 +66,8 @@ class GhostEngine:
   per_position=False). Raises ValueError for an unknown name (with the nearest one), an unsupported combination, and
   whatever `attach` raises for the model.
 
-  Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions
-  (such as a lambda in a loop) are the same if their code is the same and their closures and defaults hold the same
-  objects. Global variables are read when a program is compiled.
+  Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions are
+  the same if their code is, and their closures and defaults hold the same objects; globals are read at compilation.
   """
 
   @_own_names()
@@ -99,11 +95,10 @@ class GhostEngine:
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = create(cfg).validation()
-    rank_of = (f"rank={self.rank}", "rank=0")
     self._refuse(
       schedule=(self.schedule != "two_pass", f"schedule={self.schedule}", "schedule=two_pass"),
-      rank=(self.rank > 0, *rank_of),
-      early_rank=(self.rank > 0 and not self.spec.in_backward, *rank_of),
+      rank=(self.rank > 0, f"rank={self.rank}", "rank=0"),
+      early_rank=(self.rank > 0 and not self.spec.in_backward, f"rank={self.rank}", "rank=0"),
       hessian=(self.second_order, "direction=second_order", "direction=auto"),
       positions=(per_position, "per_position=True", "per_position=False"),
     )
@@ -152,10 +147,8 @@ class GhostEngine:
     while len(self._compiled) > MAX_COMPILED:
       self._compiled.popitem(last=False)
     result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
-    if not bool(jnp.all(jnp.isfinite(result.val_loss))):
-      raise ValueError(
-        f"validation loss is {result.val_loss}: a validation batch needs tokens that count, finite losses"
-      )
+    if not jnp.isfinite(loss := result.val_loss).all():
+      raise ValueError(f"validation loss is {loss}: a validation batch needs tokens that count, finite losses")
     return result
 
   def _check_inputs(self, val_batches, state, delta) -> None:
@@ -167,19 +160,17 @@ class GhostEngine:
     if lacking := [name for name in self.spec.rule.reads(Parameter("")) if state and name not in state.arrays]:
       raise ValueError(f"direction '{direction}' needs {' and '.join(lacking)} in state=; use AdamState.from_optax")
     if state is not None and not self.spec.in_backward:
-      raise ValueError(
-        f"direction '{direction}' reads no state such as AdamState; leave state= out, or use direction 'adam'"
-      )
+      fix = "leave state= out, or use direction 'adam'"
+      raise ValueError(f"direction '{direction}' reads no state such as AdamState; {fix}")
     if (delta is None) == self.second_order:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
     self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
 
   def _refuse(self, **asked: tuple[bool, str, str]) -> None:
     """Raises ValueError for what the schedule does not support. asked: {what: (whether, argument, alternative)}."""
+    names = {schedule: f"engine={name}" for name, schedule in plugins.ENGINES.items()}
     if self.engine == "graddotprod":
       names = {name: f"schedule={name}" for name in plugins.SCHEDULES}
-    else:
-      names = {schedule: f"engine={name}" for name, schedule in plugins.ENGINES.items()}
     for problem in plugins.scoring_problems(self._schedule, names, asked):
       raise ValueError(problem)
 
@@ -187,22 +178,15 @@ class GhostEngine:
     twin, views = None, parameters(model)
     left_out = excluded_labels(list(views), self.exclude)
     if self.engine == "graddotprod":
-      leading = jax.tree.leaves(train_batch)[0].shape
+      leading, of_val = (jax.tree.leaves(batch)[0].shape for batch in (train_batch, val_batches[0]))
       if self.per_position and len(leading) < 2:
         raise ValueError(f"per_position=True needs arrays [n, T] in the batch; its first one has shape {leading}")
-      twin = prepare_twin(
-        model,
-        train_batch,
-        loss_fn,
-        num_sets=len(val_batches),
-        num_positions=leading[1] if self.per_position else None,
-        spec=self.spec,
-        exclude=self.exclude,
-        schedule=self.schedule,
-        num_val=jax.tree.leaves(val_batches[0])[0].shape[0],
-      )
+      of_batch = {"num_positions": leading[1] if self.per_position else None, "num_val": of_val[0]}
+      of_self = {"spec": self.spec, "exclude": self.exclude, "schedule": self.schedule}
+      twin = prepare_twin(model, train_batch, loss_fn, num_sets=len(val_batches), **of_batch, **of_self)
 
     def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
+      settings = schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy)
       problem = schedules.Problem(
         schedule=self._schedule,
         model=schedules.Model(graphdef, params, rest),
@@ -217,7 +201,7 @@ class GhostEngine:
         state=state,
         second_order=self.second_order,
         update=lambda grads: (state, delta),
-        settings=schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy),
+        settings=settings,
       )
       return self._result(problem, schedules.score(problem), many)
 
@@ -225,9 +209,8 @@ class GhostEngine:
 
   def _result(self, problem: schedules.Problem, scored: schedules.Scored, many: bool) -> GhostResult:
     twin, out = problem.twin, scored.passed
-    with_positions = scored.additive.ndim > 2
     per_param, additive = out.scores, scored.additive
-    if with_positions and twin is not None:
+    if (with_positions := additive.ndim > 2) and twin is not None:
       per_param = {label: v.sum(-1) for label, v in per_param.items()}
       additive = total(twin, per_param)
     elif with_positions:
@@ -239,12 +222,11 @@ class GhostEngine:
     def by_set(x, axis: int = 0):
       return x if many else x.squeeze(axis)
 
+    dot = {label: v * jnp.expand_dims(per_share, range(v.ndim - 1)) for label, v in per_param.items()}
     return GhostResult(
       dot=by_set(additive * per_share[None]),
       additive=by_set(additive),
-      per_param={
-        label: by_set(v * jnp.expand_dims(per_share, range(v.ndim - 1)), v.ndim - 2) for label, v in per_param.items()
-      },
+      per_param={label: by_set(v, v.ndim - 2) for label, v in dot.items()},
       per_position=by_set(scored.additive) if self.per_position and with_positions else None,
       grads=out.grads,
       loss=out.loss,
@@ -258,15 +240,13 @@ def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = 
 
   With curvature 'hessian' the whole step is known when directions are formed, so none is left to the backward pass.
   """
-  rule = direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction)
-  return DirectionSpec(rule, rank)
+  return DirectionSpec(direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction), rank)
 
 
 def _known(name: str, value: str, choices: Sequence[str]) -> str:
-  """Returns `value` if it is one of `choices`; else raises ValueError with the nearest one."""
-  if value in choices:
-    return value
-  raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{did_you_mean(value, choices)}")
+  if value not in choices:
+    raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{did_you_mean(value, choices)}")
+  return value
 
 
 def _check_batches(train_batch, val_batches: tuple) -> None:
@@ -282,12 +262,9 @@ def _identity(function: Callable):
   """(key that identifies a loss function, objects to keep alive while the key is used)."""
   if not isinstance(function, types.FunctionType):
     return function, ()
-  held = (
-    function.__globals__,
-    *(cell.cell_contents for cell in function.__closure__ or ()),
-    *(function.__defaults__ or ()),
-    *(function.__kwdefaults__ or {}).values(),
-  )
+  closure = (cell.cell_contents for cell in function.__closure__ or ())
+  defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+  held = (function.__globals__, *closure, *defaults)
   return (function.__code__, tuple(id(x) for x in held)), held
 
 

@@ -5,9 +5,8 @@ then costs r (I + O) instead of I O per token. For any u and target rank k <= r 
 E |u - Q Qᵀ u|_F <= (1 + k / (r - k - 1))^(1/2) (sum of the squared singular values beyond the k-th)^(1/2)
 (Halko, Martinsson and Tropp, arXiv:0909.4061, theorem 10.5; the power step only improves it), so a score is off by at
 most |grad l_i|_F times that. The error of the batch's sum is known exactly: it is the ledger's direction residual.
-Where the batch's gradient is known, `factor_for` finds the part of u that matters to gradients like it.
 
-Leading axes are batch axes throughout: [..., I, O]. r rank.
+Leading axes are batch axes: [..., I, O]. r rank.
 """
 
 import functools
@@ -34,11 +33,10 @@ def gains(rank: int, inputs: int, outputs: int) -> bool:
 
 def rank_one_root(square_IO):
   """(a [..., I], b [..., O]): a_i b_j is the root of the rank-one matrix with the row and column sums of
-  square_IO >= 0 [..., I, O].
+  square_IO >= 0 [..., I, O] (as in Adafactor, arXiv:1804.04235, equation 4); at least 1e-4 of the largest.
 
-  Where the entries of a gradient are independent with variances square_IO, the mean square error of its product with
-  a factored direction is then |diag(a) (u - left right) diag(b)|²_F, up to how far the variances are from rank one
-  (as in Adafactor, arXiv:1804.04235, equation 4). Bounded away from zero by 1e-4 of the largest.
+  Where the entries of a gradient are independent with variances square_IO near rank one, the mean square error of its
+  product with a factored direction is then |diag(a) (u - left right) diag(b)|²_F.
   """
   a, b = (jnp.sqrt(jnp.mean(square_IO, axis)) for axis in (-1, -2))
   b = b / jnp.sqrt(jnp.mean(square_IO, (-2, -1)))[..., None]
@@ -49,9 +47,8 @@ def rank_one_root(square_IO):
 def factor(u, rank: int, label: str, groups: int = 0):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
-  groups: number of last leading axes that number the parts of one direction; captured is their joint share, without
-  these axes. label: seeds Omega, so that factors depend only on u and its name. A zero u gives zero factors. Singular
-  values below 5e-3 of the largest may be lost to float32 rounding, which captured shows.
+  groups: last leading axes that number the parts of one direction, of which captured is the joint share. label: seeds
+  Omega. Singular values below 5e-3 of the largest may be lost to float32 rounding, which captured shows.
   """
   u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
   omega = jax.random.normal(_key(label), (u.shape[-1], rank), u.dtype)
@@ -80,8 +77,7 @@ def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   score is off by at most |diag(a)^-1 grad l_i diag(b)^-1|_F |A|_F (1 - captured)^(1/2). A zero gradient makes C flat.
   """
   wide = jnp.promote_types(u.dtype, jnp.float32)
-  u, g = u.astype(wide), gradient.astype(wide)
-  a, b = weights[0].astype(wide)[..., :, None], weights[1].astype(wide)[..., None, :]
+  u, g, a, b = (x.astype(wide) for x in (u, gradient, weights[0][..., :, None], weights[1][..., None, :]))
   ab = a * b
   size = jnp.max(jnp.abs(u * _raised(ab, u)), (-2, -1), keepdims=True)
   scale, g_scale = _one_over(size), _one_over(jnp.max(jnp.abs(g / ab), (-2, -1), keepdims=True))
@@ -151,17 +147,16 @@ def _matmul_transposed(a, b):
 
 
 def _transposed_matmul(a, b):
-  """a[..., I, r]ᵀ b[..., I, O] -> [..., r, O]. In the other order XLA's CPU compiler would transpose b, at several
-  times the cost of the product."""
+  """a[..., I, r]ᵀ b[..., I, O] -> [..., r, O]. In the other order XLA's CPU compiler transposes b, which is slow."""
   return jnp.einsum("...ir,...io->...ro", a, b, precision=_HIGHEST)
 
 
 def orthonormalize(y, drop: bool):
-  """y [..., I, r] C with C upper triangular, orthonormal up to rounding times the squared condition number of y.
+  """y [..., I, r] C with C upper triangular, orthonormal up to rounding times the squared condition number of y, so to
+  rounding if applied twice (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44, 2015).
 
-  Applying it twice gives orthonormality to rounding (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2
-  algorithm", ETNA 44, 2015). Columns that nearly depend on earlier ones become zero (drop), or are only enlarged for
-  the next application (Fukaya et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020).
+  Columns that nearly depend on earlier ones become zero (drop), or are only enlarged for the next application (Fukaya
+  et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020).
   """
   return _matmul(y, _triangle(_transposed_matmul(y, y), drop))
 
@@ -177,13 +172,9 @@ def _triangle(gram, drop: bool):
   floor = negligible * jnp.max(jnp.diagonal(gram, axis1=-2, axis2=-1), axis=-1)
   pivots, triangle = eliminate(gram, floor)
   floors = jnp.broadcast_to(floor[..., None], pivots.shape)
-  kept = pivots > floors
   least = jnp.zeros_like(floors) if drop else jnp.where(floors > 0, jax.lax.rsqrt(jnp.where(floors > 0, floors, 1)), 0)
-  scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, pivots, 1)), least)
+  scale = jnp.where(pivots > floors, jax.lax.rsqrt(jnp.where(pivots > floors, pivots, 1)), least)
   return triangle * scale[..., None, :]
-
-
-# Elimination on small Gram matrices, without LAPACK, whose batched routines can deadlock in a jitted program on CPU.
 
 
 def eliminate(gram, floor):
@@ -191,8 +182,8 @@ def eliminate(gram, floor):
   triangleᵀ gram triangle is diagonal with these pivots. floor [...]: a column with a pivot not above it does not enter
   later columns.
 
-  On a GPU one kernel handles all matrices. An XLA loop launches several kernels for each column, which took most of the
-  time of the factors (docs/ghost.md).
+  Without LAPACK, whose batched routines can deadlock in a jitted program on CPU. On a GPU one kernel handles all
+  matrices: an XLA loop launches several for each column, which took most of the time of the factors (docs/ghost.md).
   """
   if shardings.platform() == "gpu" and gram.shape[-1] <= _LARGEST_RANK:
     return by_kernel(gram, floor)
@@ -241,10 +232,9 @@ def by_kernel(gram, floor, *, interpret: bool = False):
     interpret=interpret,
     name="ghost_eliminate",
   )
-  layout = shardings.current()
-  if layout is not None and layout.num_devices > 1:
-    every = PartitionSpec()
-    run = jax.shard_map(run, mesh=layout.mesh, in_specs=(every, every), out_specs=(every, every), check_vma=False)
+  if (layout := shardings.current()) is not None and layout.num_devices > 1:
+    specs = PartitionSpec(), PartitionSpec()
+    run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=specs, check_vma=False)
   pivots, triangle = run(grams, floor.reshape(num, 1))
   return pivots[:, :rank].reshape(*batch, rank), triangle[:, :rank, :rank].reshape(gram.shape)
 

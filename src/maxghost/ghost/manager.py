@@ -1,7 +1,4 @@
-"""`GhostEngineManager`: the engine with the method names of GhostSuite's manager, for hand-written loops.
-
-The model is not changed: `prepare_gradients` is one pure call of the engine, and the other methods keep its results.
-"""
+"""`GhostEngineManager`: the engine with the method names of GhostSuite's manager, for hand-written loops."""
 
 import os
 import sys
@@ -20,7 +17,7 @@ from maxghost.scorelog.format import parse_shard_name, shard_name
 
 
 class GhostEngineManager:
-  """Scores around a training loop that reads:
+  """Scores around a training loop:
 
     manager.attach_train_batch(batch, ids)
     batch = manager.prepare_forward_input()
@@ -60,15 +57,14 @@ class GhostEngineManager:
     direction = "second_order" if engine.second_order else str(engine.spec.rule.direction)
     self._writer = Writer(output_dir, names, period=save_every, objective="custom", direction=direction)
     self._writer.folder = self.output_dir
-    self._batch, self._ids, self._result = None, None, None
     self._attached, self._started = True, False
     self._unsaved: int | None = None  # last step logged since save_metrics was called
+    self.clear_gradients()
 
   def attach_train_batch(self, batch, ids=None) -> None:
-    """Sets the batch that the next step trains on.
+    """Sets the batch of the next step.
 
-    ids: one per example, under which the log sums its scores: numbers, texts or (domain, path, offset). Without ids
-    every example of every step is separate.
+    ids: one per example, by which the log sums: numbers, texts or (domain, path, offset); None: each one is separate.
     """
     _need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
     count = jax.tree.leaves(batch)[0].shape[0]
@@ -101,8 +97,7 @@ class GhostEngineManager:
     result = self.result
     if not self._started:
       self._started = True
-      files = self.output_dir.iterdir() if self.output_dir.is_dir() else ()
-      if any(name[0] >= step for path in files if (name := parse_shard_name(path.name))):
+      if any(name[0] >= step for path in self.output_dir.glob("*") if (name := parse_shard_name(path.name))):
         print(f"maxghost: {self.output_dir}: scores from step {step} on are replaced", file=sys.stderr)
       self._writer.restore({"step": step - 1} if step else None)
     dot_NK, additive_NK = (np.atleast_2d(np.asarray(values)).T for values in (result.dot, result.additive))
@@ -123,9 +118,7 @@ class GhostEngineManager:
 
   def _document(self, step: int, place: int) -> tuple[str, str, int]:
     """The id of an example in the log: the user's, else its index in its step."""
-    if self._ids is None:
-      return "train", f"step {step}", place
-    own: Any = self._ids[place]
+    own: Any = ("train", f"step {step}", place) if self._ids is None else self._ids[place]
     if isinstance(own, (list, tuple)):
       domain, path, offset = own
       return str(domain), str(path), int(offset)
@@ -139,10 +132,7 @@ class GhostEngineManager:
     return self._unsaved is not None and (step + 1) % self.save_every == 0
 
   def save_metrics(self, step: int) -> Path:
-    """Writes the log up to `step`, the last one logged, to dot_prod_log_iter_<step>.npz.
-
-    A file of fewer than `save_every` steps is replaced when these are complete.
-    """
+    """Writes the log to dot_prod_log_iter_<step>.npz; one of fewer than `save_every` steps is replaced later."""
     _need(self._unsaved == step, "save_metrics", f"aggregate_and_log({step}) comes first")
     self._writer.flush()
     self._unsaved = None

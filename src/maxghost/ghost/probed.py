@@ -60,9 +60,8 @@ class TwinInfo:
 def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
   info: TwinInfo = twin.ghost_info
-  values = {
-    name: v[...] for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")
-  }
+  own = {name: v for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")}
+  values = {name: v[...] for name, v in own.items()}
   parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
   kinds = ("probe", "facts") if info.scored[0].spec.in_backward else ("probe",)
   probes = {p.name: {kind: getattr(twin, part_name(p.name, kind))[...] for kind in kinds} for p in info.scored}
@@ -75,8 +74,8 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   else:
     output = _passes(twin, rule, info.linked.method, info.linked.static, lambda arrays: (arrays, {}))
     out = _linked_lookup(passes, output, values, arrays, parts, probes)
-  used, expected = recorder.get(), (info.reduced[0] + info.num_val, *info.reduced[1:])
-  if used is not None:
+  expected = (info.reduced[0] + info.num_val, *info.reduced[1:])
+  if (used := recorder.get()) is not None:
     shapes = tuple(x.shape for x in arrays)
     used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
   elif out.shape[: len(expected)] != expected:
@@ -104,8 +103,8 @@ def _separate(args, kwargs):
 class LayerPasses:
   """The forward and the backward pass of a method of a probed layer; `rules_models.TiledPasses` has its own.
 
-  The layer's own VJP gives the training gradients, so that they equal those of a run without scores. values: {name:
-  array} of the layer's Variables. arrays: of the arguments; rebuild(arrays) -> (args, kwargs).
+  The layer's own VJP gives the training gradients. values: {name: array} of the layer's Variables. arrays: of the
+  arguments; rebuild(arrays) -> (args, kwargs).
   """
 
   def __init__(self, rule: rules.Rule, twin: Any, method: str, rebuild: Any = None):
@@ -227,18 +226,13 @@ def _split_rows(passes: LayerPasses, values, arrays, cotangent, parts):
 # validation gradient only at the end. So the lookup passes three arrays to the output, the link. Their cotangents carry
 # data back: that of the table is the output's part of the weight gradient, and those of two zeros are *defined* to be
 # the output's input h and cotangent delta (a tiled output has a smaller pair).
-#
-# D features, V vocabulary.
-
-
 def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, parts, probes):
   """The gathered rows; keeps the link in the twin. output: the passes of the second use."""
   info, ((name, table),), (ids,) = lookup.info, values.items(), arrays
   (param,) = info.scored
   train, val = slice(None, info.reduced[0]), slice(info.reduced[0], None)
 
-  def gather(table, ids):
-    return lookup.apply({name: table}, [ids])
+  gather = lambda table, ids: lookup.apply({name: table}, [ids])  # noqa: E731
 
   def run(table, ids, parts, probe):
     rows = gather(table, ids)
@@ -261,10 +255,8 @@ def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, par
     if info.num_val:  # the gradient of the validation rows, which come last, replaces parts[0]
       h, delta = carried
       _, pull = jax.vjp(lambda table: (gather(table, ids[val]), output.apply({name: table}, [h[val]])), table)
-      (gradient,) = pull((b[val], delta[val]))
-      used = (gradient[None].astype(parts[0].dtype), *parts[1:])
-    (d_table_in,) = jax.vjp(lambda table: gather(table, ids[train]), table)[1](b[train])
-    d_table = d_table_in + d_table_out
+      used = (pull((b[val], delta[val]))[0][None].astype(parts[0].dtype), *parts[1:])
+    d_table = jax.vjp(lambda table: gather(table, ids[train]), table)[1](b[train])[0] + d_table_out
     scores = score(table, ids[train], b[train], [array[train] for array in carried], d_table, used)
     return d_table, autodiff.no_cotangent(ids), jax.tree.map(zero_cotangent, parts), scores
 
@@ -281,7 +273,6 @@ def _linked_output(passes: LayerPasses, arrays):
   if not hasattr(twin, "ghost_link"):
     raise ValueError(f"{info.path} is used as output before it is looked up; a tied table is looked up first")
   (param,), link = info.scored, tuple(v[...] for v in twin.ghost_link)
-
   op = jax.custom_vjp(lambda arrays, table, *blank: passes.apply({param.name: table}, arrays))
 
   def forward(arrays, table, *blank):

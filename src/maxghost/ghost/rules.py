@@ -1,9 +1,8 @@
 """One scoring rule per layer type, in a registry that users extend with `@ghost.rule(LayerType)`.
 
-A rule names the methods of a layer that use its parameters, and computes a parameter's score from the arguments, the
-output's cotangent b and the direction u: s_it = <b_it, d f(x, W)_it / dW . u>. The default uses one forward-mode
-derivative in the parameter, which is exact for every layer whose output keeps the example axis first. Dense layers and
-tables have cheaper forms.
+A rule computes a parameter's score from a layer's arguments, its output's cotangent b and the direction u:
+s_it = <b_it, d f(x, W)_it / dW . u>. The default uses one forward-mode derivative in the parameter, which is exact for
+every layer whose output keeps the example axis first. Dense layers and tables have cheaper forms.
 
 K validation sets, n examples, T positions.
 """

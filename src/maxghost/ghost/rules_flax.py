@@ -65,9 +65,8 @@ class LinearGeneralRule(LinearRule):
 
   def rank(self, module: Any, name):
     if tuple(module.axis) != tuple(range(-len(module.axis), 0)) or module.batch_axis:
-      raise ValueError(
-        f"LinearGeneral with axis={module.axis}, batch_axis={dict(module.batch_axis)}: only trailing axes have a rule"
-      )
+      given = f"axis={module.axis}, batch_axis={dict(module.batch_axis)}"
+      raise ValueError(f"LinearGeneral with {given}: only trailing axes have a rule")
     return len(module.out_features) + (len(module.in_features) if name == "kernel" else 0)
 
   def num_inputs(self, module):
@@ -76,8 +75,7 @@ class LinearGeneralRule(LinearRule):
 
 @rule(nnx.Embed)
 class EmbedRule(Rule):
-  """`nnx.Embed`: gathered rows, and `attend` for a tied output. Both uses share one direction, which gives the cross
-  terms of a tied table."""
+  """`nnx.Embed`: gathered rows, and `attend` for a tied output. One direction gives the cross terms of a tied table."""
 
   methods = ("__call__", "attend")
   second_uses: tuple[str, ...] = ("attend",)

@@ -4,6 +4,7 @@ K validation sets, n examples, T positions, N = n T tokens, E experts, R rows (t
 their experts), I inputs and O outputs of an expert's matrix, r rank, H heads, h head width, D features, V vocabulary.
 """
 
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -77,12 +78,9 @@ class RoutedMoeRule(Rule):
       whole: Any = call.values, *call.args, call.cotangent
       call.memo["use"] = _use(call.module, *whole) if split is None else _use_on_mesh(call.module, split, *whole)
     rows, used = call.memo["use"]
-    x_RI, g_RO = used[name.removesuffix("_bias")]
-    length = call.cotangent.shape[1]
-    if split is None:
-      score_KnT = _token_scores(call.module, name, length, rows, x_RI, g_RO, direction)
-    else:
-      score_KnT = _scores_on_mesh(call.module, name, length, split, (rows, x_RI, g_RO, direction))
+    arguments = call.module, name, call.cotangent.shape[1]
+    arrays: Any = rows, *used[name.removesuffix("_bias")], direction
+    score_KnT = _token_scores(*arguments, *arrays) if split is None else _scores_on_mesh(*arguments, split, arrays)
     return score_KnT if call.resolution == 2 else score_KnT.sum(2)
 
 
@@ -135,8 +133,6 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
 
 # On a mesh each device scores the rows of its own experts, as in `moe.Split`. Where it holds a part of their width, the
 # narrow arrays of adapters are summed over the parts, like the layer's output.
-
-
 def _is_wide(name: str) -> tuple[bool, bool]:
   """Whether input and output of a matrix have the experts' width."""
   return name in ("wo", "wo_lora_a"), not name.startswith("wo") and not name.endswith("_lora_a")
@@ -188,12 +184,10 @@ class AttentionSinkRule(Rule):
   children = ("query", "key", "value", "out", "query_norm", "key_norm")
 
   def score(self, call, name, direction):
-    q_nTHh, k_nTKh, v_nTKh, segments = call.args
     sinks_H = call.values["sinks"]
-    sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), q_nTHh.shape[:3])
-    _, pull = jax.vjp(
-      lambda sinks: attention.attend(q_nTHh, k_nTKh, v_nTKh, segments, sinks_H=sinks, **call.module.options), sinks_nTH
-    )
+    sinks_nTH = jnp.broadcast_to(sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32)), call.args[0].shape[:3])
+    run = functools.partial(attention.attend, *call.args, **call.module.options)
+    _, pull = jax.vjp(lambda sinks: run(sinks_H=sinks), sinks_nTH)
     (gradient_nTH,) = pull(call.cotangent)
     return jnp.stack([call.reduce(gradient_nTH, jnp.broadcast_to(u_H, sinks_nTH.shape)) for u_H in direction.full])
 
@@ -201,9 +195,8 @@ class AttentionSinkRule(Rule):
 class TiledPasses(LayerPasses):
   """The passes of `losses(head, x, targets, weights)`, which score each tile of `head` while its logits exist.
 
-  The plain tiled head takes four products of the head's size: logits, logits again, both gradients. Scores add one
-  where the direction is known beforehand. They add two where it is formed in the backward pass, or for a tied table
-  whose direction needs the whole gradient: the tiles are then swept again after the gradient is known.
+  The plain tiled head takes four products of the head's size: logits, logits again, both gradients. Scores add one, or
+  two where the direction needs this very gradient: the tiles are then swept again after it is known.
   """
 
   def __init__(self, rule: Rule, twin, method: str, head: Head):
@@ -238,9 +231,7 @@ class TiledPasses(LayerPasses):
     if head.axis == "tokens":
       return {"visit": visit, "extra": direction}
 
-    def whole(array):
-      return jnp.broadcast_to(array, (head.num_tiles, *array.shape))
-
+    whole = lambda array: jnp.broadcast_to(array, (head.num_tiles, *array.shape))  # noqa: E731
     axis = 1 + head.vocab_axis  # after the sets
     if direction.full is not None:
       blocks = Direction(head.split_vocab(direction.full, axis))

@@ -1,10 +1,9 @@
 """Sketches of per-example gradients: their products with random directions, from one backward pass.
 
-<g_i, g_j> = E[<g_i, z> <g_j, z>] for any z with E[z zᵀ] = 1. A direction of rank one (z = a bᵀ, entries ±1) has that
-property and costs I + O per token instead of I O, so R of them cost about as much as one exact score (Choe et al.,
-arXiv:2405.13954, also sketch gradients along factors). A matrix so narrow that it saves nothing gets a z of independent
-entries. The products of different parameters are kept separate: if they were summed first, their cross terms would only
-add noise.
+<g_i, g_j> = E[<g_i, z> <g_j, z>] for any z with E[z zᵀ] = 1, such as a direction of rank one (z = a bᵀ, entries ±1),
+which costs I + O per token instead of I O (Choe et al., arXiv:2405.13954, also sketch gradients along factors). A
+matrix so narrow that it saves nothing gets a z of independent entries. The products of different parameters are kept
+separate, since their cross terms would only add noise.
 
 R directions, n examples, T positions; a parameter's matrix view is [I, O].
 """
@@ -24,11 +23,9 @@ SPEC = DirectionSpec(rank=1, must_gain=False)
 def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
   """{label: parts} for `Twin.direction_state`: twin.num_sets random directions of every scored parameter.
 
-  key: of the random signs. scale: {label: array}, to sketch P g instead of g for an elementwise P; for directions of
-  rank one, P is replaced by the outer product of its row and column means (`factored`).
+  scale: {label: array}, to sketch P g instead of g for an elementwise P; of rank one, `factored` replaces it.
   """
-  parts = {}
-  keys_P = _fold_in(key, len(twin.scored))
+  parts, keys_P = {}, _fold_in(key, len(twin.scored))
   sides_P2 = jax.vmap(lambda own: _fold_in(own, 2))(keys_P)
   for own, sides_2, param in zip(keys_P, sides_P2, twin.scored, strict=True):
     axis, shapes = len(param.stack_shape), param.part_shapes(twin.num_sets)
@@ -53,8 +50,7 @@ def _fold_in(key, count: int):
 def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):
   """Additive sketches f32[M, R, n(, T)] of the batch, one block for each scored parameter and layer.
 
-  twin: of `SPEC` and one validation set. `jax.vmap` over the R directions keeps the program small, and runs passes that
-  do not depend on a direction once.
+  twin: of `SPEC` and one validation set. `jax.vmap` runs what does not depend on a direction once.
   """
 
   def one(key):
@@ -84,9 +80,9 @@ def _along(param, parts, gradient):
     left, right = parts
     left_LI, right_LO = (x.squeeze(axis) for x in (left.squeeze(-1), right.squeeze(-2)))
     product = jnp.einsum("...io,...i,...o->...", param.parameter.matrices(gradient, axis), left_LI, right_LO)
-    return product.sum(tuple(range(axis, product.ndim))).reshape(-1)
-  signs = parts[0].squeeze(axis)
-  return (signs * gradient).sum(tuple(range(axis, gradient.ndim))).reshape(-1)
+  else:
+    product = parts[0].squeeze(axis) * gradient
+  return product.sum(tuple(range(axis, product.ndim))).reshape(-1)
 
 
 def factored(scale):

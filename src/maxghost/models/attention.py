@@ -69,8 +69,7 @@ def attend(
       cuDNN; blockwise under `autodiff.forward_mode`); or 'autoselected', see `resolve_kernel`.
     window: a position sees itself and the window - 1 positions before it.
     sinks_H: a logit per head that enters the softmax without a value: [H], or [B, T, H] for a gradient per position.
-    soft_cap: a score s becomes soft_cap * tanh(s / soft_cap).
-    scale: of the scores, by default (width of q) ** -0.5.
+    soft_cap: a score s becomes soft_cap * tanh(s / soft_cap). scale: of the scores, by default (width of q) ** -0.5.
 
   Returns: [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider.
   Raises: ConfigError for an unknown kernel, or for what the kernel does not support.
@@ -84,29 +83,24 @@ def attend(
   q_BKGTh = group_heads(q_BTHh, k_BSKh.shape[2])
   k_BKSh, v_BKSh = k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
   sinks_BKGT = None if sinks_H is None else _group_sinks(sinks_H, q_BKGTh)
+  operands = q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape
   if kernel == "flash" or (kernel == "blockwise" and num_positions > SHORT):
-    out_BKGTh = attention_blockwise.attend(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape)
+    out_BKGTh = attention_blockwise.attend(*operands)
   else:
     step = -(-num_positions // _BLOCKS) if kernel == "blockwise" else num_positions
     bounds = [*range(0, num_positions, step), num_positions]
-    blocks = [
-      _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape, start, end)
-      for start, end in itertools.pairwise(bounds)
-    ]
+    blocks = [_causal_block(*operands, start, end) for start, end in itertools.pairwise(bounds)]
     out_BKGTh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
   return out_BKGTh.transpose(0, 3, 1, 2, 4).reshape(*q_BTHh.shape[:3], v_BSKh.shape[-1])
 
 
 def resolve_kernel(kernel: str, num_positions: int) -> str:
-  """Resolves 'autoselected': blockwise on CPU and for more than 1,024 positions, else dot_product.
-
-  A mesh that splits the positions of a row gets dot_product: a block of queries would occupy only a few devices.
-  """
+  """Resolves 'autoselected': blockwise on CPU and for more than 1,024 positions, else dot_product."""
   if kernel not in KERNELS:
     raise ConfigError(f"attention={kernel}: use dot_product, blockwise, flash or autoselected")
   if kernel != "autoselected":
     return kernel
-  if shardings.num_parts("activation_length") > 1:
+  if shardings.num_parts("activation_length") > 1:  # a block of queries would occupy only a few devices
     return "dot_product"
   return "blockwise" if shardings.platform() == "cpu" or num_positions > SHORT else "dot_product"
 
@@ -114,29 +108,27 @@ def resolve_kernel(kernel: str, num_positions: int) -> str:
 def largest_logits(q_BTHh, k_BSKh, segment_ids_BT=None, window: int | None = None):
   """The largest scaled score of each row and query head over what `attend` may see, without gradient: [B, H].
 
-  It is computed beside the kernels, some of which never hold scores, some queries at a time. Positions of segment 0 are
-  padding and do not count; a row of padding has 0. Float32 or wider.
+  Computed beside the kernels, some of which never hold scores. Positions of segment 0 are padding and do not count; a
+  row of padding has 0. Float32 or wider.
   """
   q_BKGTh = jax.lax.stop_gradient(group_heads(q_BTHh, k_BSKh.shape[2]))
   k_BKSh = jax.lax.stop_gradient(k_BSKh.swapaxes(1, 2))
   shape, num_positions = Shape(q_BTHh.shape[-1] ** -0.5, window), q_BTHh.shape[1]
   positions_S = jnp.arange(num_positions)
 
-  def of(q_BKGTh, positions_T, segment_ids_BT, segment_ids_BS):
-    mask_BTS = shape.mask(positions_T, positions_S, segment_ids_BT, segment_ids_BS)
-    if segment_ids_BT is not None:
-      mask_BTS = mask_BTS & (segment_ids_BT != 0)[..., None]
-    scores = jnp.where(mask_BTS[:, None, None], shape.scores(q_BKGTh, k_BKSh), -jnp.inf)
-    return scores.max((-2, -1))
+  def of(q_BKGTh, positions_T, own_BT):
+    mask_BTS = shape.mask(positions_T, positions_S, own_BT, segment_ids_BT)
+    if own_BT is not None:
+      mask_BTS = mask_BTS & (own_BT != 0)[..., None]
+    return jnp.where(mask_BTS[:, None, None], shape.scores(q_BKGTh, k_BKSh), -jnp.inf).max((-2, -1))
 
   if num_positions <= SHORT or shardings.num_parts("activation_length") > 1:
-    largest_BKG = of(q_BKGTh, positions_S, segment_ids_BT, segment_ids_BT)
-  else:
+    largest_BKG = of(q_BKGTh, positions_S, segment_ids_BT)
+  else:  # one query at a time
 
     def query(args):
-      q_BKGh, position, segment_ids_B = args
-      segments = (None, None) if segment_ids_B is None else (segment_ids_B[:, None], segment_ids_BT)
-      return of(q_BKGh[..., None, :], position[None], *segments)
+      q_BKGh, position, own_B = args
+      return of(q_BKGh[..., None, :], position[None], None if own_B is None else own_B[:, None])
 
     queries = (jnp.moveaxis(q_BKGTh, 3, 0), positions_S, None if segment_ids_BT is None else segment_ids_BT.T)
     largest_BKG = jax.lax.map(query, queries, batch_size=SHORT // 4).max(0)
@@ -186,24 +178,19 @@ def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape: Sh
 
 
 class SelfAttention(nnx.Module):
-  """Maps x_BTD to [B, T, D]. window: number of positions a token sees, itself included; None: all earlier ones.
-
-  With attention_sink, the Param `sinks` [H] adds one logit without a value to each head's softmax.
-  """
+  """Maps x_BTD to [B, T, D]. window and the Param `sinks` [H], with attention_sink: as in `attend`."""
 
   def __init__(self, cfg: ModelConfig, *, window: int | None = None, rngs: nnx.Rngs):
     embed, heads, kv_heads, width = cfg.base_emb_dim, cfg.base_num_query_heads, cfg.base_num_kv_heads, cfg.head_dim
-    inwards = {"rngs": rngs, "std": embed**-0.5, "use_bias": cfg.attention_bias}
-    self.query = linear(cfg, embed, (heads, width), ("embed", "q_heads", "kv"), **inwards)
-    self.key = linear(cfg, embed, (kv_heads, width), ("embed", "kv_heads", "kv"), **inwards)
-    self.value = linear(cfg, embed, (kv_heads, width), ("embed", "kv_heads", "kv"), **inwards)
-    std = (heads * width * 2 * cfg.base_num_decoder_layers) ** -0.5
-    outwards = {"rngs": rngs, "std": std, "use_bias": cfg.attention_bias, "in_axes": 2}
-    self.out = linear(cfg, (heads, width), embed, ("heads", "kv", "embed"), **outwards)
+    options = {"rngs": rngs, "use_bias": cfg.attention_bias}
+    std, out_std = embed**-0.5, (heads * width * 2 * cfg.base_num_decoder_layers) ** -0.5
+    self.query = linear(cfg, embed, (heads, width), ("embed", "q_heads", "kv"), std=std, **options)
+    self.key = linear(cfg, embed, (kv_heads, width), ("embed", "kv_heads", "kv"), std=std, **options)
+    self.value = linear(cfg, embed, (kv_heads, width), ("embed", "kv_heads", "kv"), std=std, **options)
+    self.out = linear(cfg, (heads, width), embed, ("heads", "kv", "embed"), std=out_std, in_axes=2, **options)
     self.has_qk_norm, self.has_sinks = cfg.use_qk_norm, cfg.attention_sink
     if self.has_qk_norm:
-      self.query_norm = norm(cfg, width, rngs=rngs)
-      self.key_norm = norm(cfg, width, rngs=rngs)
+      self.query_norm, self.key_norm = norm(cfg, width, rngs=rngs), norm(cfg, width, rngs=rngs)
     if self.has_sinks:
       self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(cfg.weight_dtype)), axes=("q_heads",), matrix=())
     self.rotary = Rotary(cfg)

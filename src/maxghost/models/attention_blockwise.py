@@ -2,7 +2,7 @@
 
 B batch, T positions, K key/value heads, G query heads per key/value head, h head width, N blocks of c positions.
 Source: Rabe and Staats, arXiv:2112.05682; the backward pass from the saved log-sum-exp: Dao, arXiv:2307.08691.
-Only blocks on or below the diagonal (and inside the window) are computed: the inner loop's bounds depend on the block.
+Only blocks on or below the diagonal and inside the window are computed.
 """
 
 import jax.numpy as jnp
@@ -49,8 +49,7 @@ def _mask(shape, block: int, segments, i, j):
 
 def _forward(shape, block, q, k, v, segments, sinks):
   """(out, (the arguments, out, log-sum-exp of the scores and the sink [B, K, G, T] in float32 or wider))."""
-  wide = jnp.promote_types(q.dtype, jnp.float32)
-  rows = (*q.shape[:3], block)
+  wide, rows = jnp.promote_types(q.dtype, jnp.float32), (*q.shape[:3], block)
   lowest = jnp.asarray(-0.7 * jnp.finfo(wide).max, wide)
 
   def query_block(_, i):
@@ -99,8 +98,7 @@ def _backward(shape, block, residuals, g):
     def query_block(i, carry):
       dq, dk_j, dv_j = carry
       q_i, g_i = _cut(q, i, block, 3), _cut(g, i, block, 3)
-      scores = shape.scores(q_i, k_j)
-      mask = _mask(shape, block, segments, i, j)
+      scores, mask = shape.scores(q_i, k_j), _mask(shape, block, segments, i, j)
       weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores, 0) - _cut(log_sum, i, block, 3)[..., None]), 0)
       dv_j += jnp.einsum("bkgts,bkgth->bksh", weights.astype(g.dtype), g_i, preferred_element_type=wide)
       d_weights = jnp.einsum("bkgth,bksh->bkgts", g_i, v_j, preferred_element_type=wide)
@@ -122,8 +120,7 @@ def _backward(shape, block, residuals, g):
 
   dq, (dk_N, dv_N) = lax.scan(key_block, jnp.zeros(q.shape, wide), jnp.arange(num_blocks))
   d_sinks = None if sinks is None else (-jnp.exp(sinks.astype(wide) - log_sum) * row).astype(sinks.dtype)
-  d_segments = autodiff.no_cotangent(segments)
-  return dq.astype(q.dtype), _unblock(dk_N, 2), _unblock(dv_N, 2), d_segments, d_sinks
+  return dq.astype(q.dtype), _unblock(dk_N, 2), _unblock(dv_N, 2), autodiff.no_cotangent(segments), d_sinks
 
 
 _attend = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1))

@@ -43,10 +43,8 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   specs = [layout.spec(QUERIES, q_BTHh.shape, "queries")]
   specs += [layout.spec(KEYS, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
   if len(specs[0]) > 1 and specs[0][1] is not None:
-    raise ConfigError(
-      "attention=flash needs the positions of a row on one device, but the mesh splits them; use "
-      "attention=dot_product, or ici_context_parallelism=1"
-    )
+    needs = "attention=flash needs the positions of a row on one device, but the mesh splits them"
+    raise ConfigError(f"{needs}; use attention=dot_product, or ici_context_parallelism=1")
   rows = None if segment_ids_BT is None else layout.spec(QUERIES[:2], segment_ids_BT.shape, "segment ids")
   axes = QUERIES[2:3] if sinks is None or sinks.ndim == 1 else QUERIES[:3]
   by_head = None if sinks is None else layout.spec(axes, sinks.shape, "sinks")
@@ -61,21 +59,18 @@ def _splash_whole(shape, interpret: bool, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT
   q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q_BTHh, k_BTKh, v_BTKh))
   q, k, v = (x.swapaxes(1, 2) for x in (q * jnp.asarray(shape.scale, q.dtype), k, v))
   segments = None if segment_ids_BT is None else jnp.pad(segment_ids_BT, ((0, 0), (0, padding)))
-  if sinks is None or sinks.ndim == 1:
-    out = _splash(shape, interpret, q, k, v, segments, sinks)
-  else:
-    sinks = jnp.pad(sinks, ((0, 0), (0, padding), (0, 0)), mode="edge")
-    out = _splash_with_sinks(shape, interpret, q, k, v, segments, sinks)
-  return out.swapaxes(1, 2)[:, :length]
+  run = _splash
+  if sinks is not None and sinks.ndim > 1:
+    run, sinks = _splash_with_sinks, jnp.pad(sinks, ((0, 0), (0, padding), (0, 0)), mode="edge")
+  return run(shape, interpret, q, k, v, segments, sinks).swapaxes(1, 2)[:, :length]
 
 
 def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H, save_residuals: bool = False) -> Any:
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
   _, heads, length, _ = q_BHTh.shape
-  square = (length, length)
-  window = shape.window
-  mask = lib.CausalMask(square) if window is None else lib.LocalMask(square, (window - 1, 0), 0)
+  square = length, length
+  mask = lib.CausalMask(square) if shape.window is None else lib.LocalMask(square, (shape.window - 1, 0), 0)
   block = next(size for size in (_MAX_BLOCK, 256, _LANES) if length % size == 0)
   # Unfused, because the fused backward kernel holds one dq for every block of keys.
   sizes = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
@@ -118,10 +113,9 @@ def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementatio
 
   Segment ids become a mask of B T^2 elements, so memory for packed rows is quadratic in T.
   """
-  if q_BTHh.dtype not in (jnp.bfloat16, jnp.float16):
-    raise ConfigError(
-      f"attention=flash computes in bfloat16 on gpu, not {q_BTHh.dtype}; use dtype=bfloat16, or attention=blockwise"
-    )
+  if (dtype := q_BTHh.dtype) not in (jnp.bfloat16, jnp.float16):
+    fix = "use dtype=bfloat16, or attention=blockwise"
+    raise ConfigError(f"attention=flash computes in bfloat16 on gpu, not {dtype}; {fix}")
   length, width = q_BTHh.shape[1], q_BTHh.shape[-1]
   if width % 8 or width > 256:
     raise ConfigError(
@@ -131,24 +125,17 @@ def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementatio
   for name, value in (("soft cap", shape.soft_cap), ("sinks", sinks)):
     if value is not None:
       raise ConfigError(f"attention=flash has no {name} on gpu; use attention=blockwise")
-  mask_B1TT = None
+  options: Any = {"scale": shape.scale, "is_causal": True, "implementation": implementation}
   if segment_ids_BT is not None:
     if length % 2:
       raise ConfigError(
         f"attention=flash on gpu needs an even number of positions for packed rows; max_target_length={length}: use "
         f"max_target_length={length + 1}, or attention=blockwise"
       )
-    mask_B1TT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+    options["mask"] = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+  if shape.window is not None:
+    options["local_window_size"] = (shape.window - 1, 0)
   try:
-    return jax.nn.dot_product_attention(
-      q_BTHh,
-      k_BTKh,
-      v_BTKh,
-      mask=mask_B1TT,
-      scale=shape.scale,
-      is_causal=True,
-      local_window_size=None if shape.window is None else (shape.window - 1, 0),
-      implementation=implementation,
-    )
+    return jax.nn.dot_product_attention(q_BTHh, k_BTKh, v_BTKh, **options)
   except (NotImplementedError, RuntimeError) as error:  # what this GPU or its cuDNN cannot do
     raise ConfigError(f"attention=flash: {error}; use attention=blockwise") from error

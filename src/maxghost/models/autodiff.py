@@ -24,10 +24,9 @@ def in_forward_mode() -> bool:
 
 
 def gradients_in_order() -> contextlib.AbstractContextManager[None]:
-  """Makes a backward pass compute a layer's weight gradient and scores before it goes on to the previous layer.
+  """Makes a backward pass compute a dense or probed layer's weight gradient and scores before the previous layer's.
 
-  Affects dense and probed layers; values stay the same. Otherwise the TPU compiler defers weight gradients that have
-  further uses, and keeps the inputs and cotangents of several layers for them.
+  Otherwise the TPU compiler defers weight gradients that have further uses, and keeps what several layers need for it.
   """
   return setting(_in_order, True)
 
@@ -63,10 +62,7 @@ def no_cotangent(x):
 def with_backward(forward: Callable, backward: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Callable:
   """The function `forward(*arguments)[0]` with a hand-written backward pass; plain JAX inside `forward_mode`.
 
-  Args:
-    forward: Returns the output and what the backward pass keeps.
-    backward: Called as by `jax.custom_vjp`, with the arguments of `nondiff_argnums`, what is kept, and the cotangent.
-    nondiff_argnums: Arguments that are no arrays.
+  forward returns (output, what the backward pass keeps). All arguments are as of `jax.custom_vjp` and its `defvjp`.
   """
 
   def plain(*arguments):
@@ -82,8 +78,6 @@ def with_backward(forward: Callable, backward: Callable, nondiff_argnums: tuple[
 # branch's first layer writes its backward pass, so a run with scores has the bits of one without.
 split_residual = with_backward(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
-# join_cotangents(xs): the list xs; inside `gradients_in_order` all of their cotangents are computed before one is used.
-# For the branches of a product. Otherwise the TPU compiler computes each cotangent where its branch's dense layer uses
-# it, and keeps the branches and the product's cotangent until the last one. Computed together, the cotangents replace
-# these arrays.
+# join_cotangents(xs): the branches of a product; inside `gradients_in_order` all their cotangents are computed before
+# one is used. Otherwise the TPU compiler keeps the branches and the product's cotangent until the last one is computed.
 join_cotangents = with_backward(lambda xs: (xs, None), lambda _, cotangents: (list(barrier(*cotangents)),))

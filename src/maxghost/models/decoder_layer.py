@@ -18,17 +18,13 @@ from maxghost.parallel.shardings import constrain
 
 
 class GatedMlp(nnx.Module):
-  """wo(act_0(wi_0 x) * act_1(wi_1 x) ...). x_BTD -> [B, T, D]. Source: Shazeer, arXiv:2002.05202.
-
-  A single branch is called wi.
-  """
+  """wo(act_0(wi_0 x) * act_1(wi_1 x) ...). A single branch is called wi. Source: Shazeer, arXiv:2002.05202."""
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     embed, width, bias = cfg.base_emb_dim, cfg.base_mlp_dim, cfg.mlp_bias
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
     for name in self.branches:
-      branch = linear(cfg, embed, width, ("embed", "mlp"), rngs=rngs, std=embed**-0.5, use_bias=bias)
-      setattr(self, name, branch)
+      setattr(self, name, linear(cfg, embed, width, ("embed", "mlp"), rngs=rngs, std=embed**-0.5, use_bias=bias))
     out_std = (width * 2 * cfg.base_num_decoder_layers) ** -0.5
     self.wo = linear(cfg, width, embed, ("mlp", "embed"), rngs=rngs, std=out_std, use_bias=bias)
 
@@ -71,20 +67,16 @@ class DecoderLayer(nnx.Module):
     return getattr(self, self.norm_names[index])(autodiff.split_residual(x_BTD))
 
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None, cache=None) -> Hidden:
-    with keys_for_adapters(dropout_key):
-      return self._run(hidden, positions_BT, segment_ids_BT, dropout_key, cache)
-
-  def _run(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key, cache) -> Hidden:
     x_BTD, routing, peaks_BLH = hidden.x_BTD, hidden.routing, hidden.peaks_BLH
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    y_BTD = self.norm(0, x_BTD)
-    y_BTD, peaks_BLH = self.attention(y_BTD, positions_BT, segment_ids_BT, peaks_BLH, cache)
-    x_BTD = x_BTD + self._drop(y_BTD, keys[0])
-    y_BTD = self.norm(1, x_BTD)
-    if self.routed:
-      y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
-    else:
-      y_BTD = self.feed_forward(y_BTD)
+    with keys_for_adapters(dropout_key):
+      y_BTD, peaks_BLH = self.attention(self.norm(0, x_BTD), positions_BT, segment_ids_BT, peaks_BLH, cache)
+      x_BTD = x_BTD + self._drop(y_BTD, keys[0])
+      y_BTD = self.norm(1, x_BTD)
+      if self.routed:
+        y_BTD, routing = self.feed_forward(y_BTD, segment_ids_BT, routing)
+      else:
+        y_BTD = self.feed_forward(y_BTD)
     return Hidden(x_BTD + self._drop(y_BTD, keys[1]), routing, peaks_BLH)
 
   def _drop(self, x_BTD, key):

@@ -1,7 +1,4 @@
-"""The dot product behind every dense layer, with a backward pass that transposes nothing.
-
-B batch, T positions, I inputs of a dense layer, O outputs.
-"""
+"""The dot product behind every dense layer, of I inputs and O outputs, with a backward pass that transposes nothing."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,10 +9,8 @@ from maxghost.models import autodiff
 def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
   """`lax.dot_general` for a dense layer: the trailing axes of lhs against the leading axes of rhs.
 
-  lhs: [..., *I]; rhs: [*I, *O]; returns [..., *O]. Values and gradients are those of `lax.dot_general`, but the
-  backward pass forms the weight gradient directly as [*I, *O]. JAX's transpose rule forms [*O, *I] and transposes it,
-  which costs more than the product itself on CPU.
-  Raises ValueError for batch dimensions or other contractions.
+  lhs [..., *I], rhs [*I, *O] -> [..., *O]. The backward pass forms the weight gradient directly as [*I, *O]; JAX's own
+  forms [*O, *I] and transposes it, which costs more than the product on CPU. Raises ValueError for other contractions.
   """
   count = _num_contracted(lhs, dimension_numbers)
   if out_sharding is not None:
@@ -72,8 +67,6 @@ def _backward(count, precision, out_dtype, residuals, g):
 
 
 _dense = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1, 2))
-
-
 _frozen = autodiff.with_backward(
   lambda count, precision, dtype, x, w: (contract(x, w, count, precision, dtype), (jnp.zeros((), x.dtype), w)),
   lambda count, precision, _, kept, g: (contract_transposed(g, kept[1], count, precision, kept[0].dtype), None),

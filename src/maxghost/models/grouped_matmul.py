@@ -33,9 +33,8 @@ def _forward(precision, x_RI, w_GIO, sizes_G):
 
 def _backward(precision, residuals, g_RO):
   x_RI, w_GIO, sizes_G = residuals
-  dx_RI = product(g_RO, w_GIO, sizes_G, precision, contract=2)
-  no_size = autodiff.no_cotangent(sizes_G)
-  return dx_RI.astype(x_RI.dtype), outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), no_size
+  dx_RI = product(g_RO, w_GIO, sizes_G, precision, contract=2).astype(x_RI.dtype)
+  return dx_RI, outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), autodiff.no_cotangent(sizes_G)
 
 
 _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
@@ -43,7 +42,6 @@ _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 
 def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 1):
   """As `grouped_matmul`, without its backward pass; contract=2: times the transposed matrices. dtype: of the result."""
-
   turned = lambda w: w if contract == 1 else w.swapaxes(1, 2)  # noqa: E731
   ragged = lambda x, w, sizes: lax.ragged_dot(x, turned(w), sizes, precision, dtype)  # noqa: E731
   blocks = functools.partial(_blocks, contract=contract, precision=precision, dtype=dtype)
@@ -71,9 +69,7 @@ def _choose(on_cpu, elsewhere, arguments):
   def run(a, b, sizes_G):
     return lax.platform_dependent(a, b, sizes_G, cpu=on_cpu, default=elsewhere)
 
-  @jax.custom_jvp
-  def bilinear(a, b, sizes_G):
-    return run(a, b, sizes_G)
+  bilinear = jax.custom_jvp(run)
 
   @bilinear.defjvp
   def tangent(primals, tangents):
@@ -91,7 +87,6 @@ def _in_blocks(most: int, *arrays):
 
 def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
   """By blocks of a group's rows; the last one's surplus is overwritten, or padding. contract: the axis of w, 1 or 2."""
-  num_rows, num_groups = x_R.shape[0], w_G.shape[0]
   (block, padded), starts_G = _in_blocks(_BLOCK, x_R), jnp.cumsum(sizes_G) - sizes_G
 
   def group(e, out):
@@ -105,8 +100,8 @@ def _blocks(x_R, w_G, sizes_G, *, contract: int, precision, dtype):
 
     return lax.fori_loop(0, -(-sizes_G[e] // block), one, out)
 
-  out = jnp.zeros((num_rows + block, w_G.shape[3 - contract]), dtype or x_R.dtype)
-  return lax.fori_loop(0, num_groups, group, out)[:num_rows]
+  out = jnp.zeros((padded.shape[0], w_G.shape[3 - contract]), dtype or x_R.dtype)
+  return lax.fori_loop(0, w_G.shape[0], group, out)[: x_R.shape[0]]
 
 
 def _outer_blocks(x_RI, g_RO, sizes_G, *, precision):
@@ -117,8 +112,7 @@ def _outer_blocks(x_RI, g_RO, sizes_G, *, precision):
     def one(j, total):
       start = starts_G[e] + j * block
       x, g = (lax.dynamic_slice_in_dim(a, start, block) for a in padded)
-      own = jnp.arange(block)[:, None] < sizes_G[e] - j * block
-      g = jnp.where(own, g, 0)
+      g = jnp.where(jnp.arange(block)[:, None] < sizes_G[e] - j * block, g, 0)
       return total + lax.dot_general(x, g, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=wide)
 
     total = lax.fori_loop(0, -(-sizes_G[e] // block), one, jnp.zeros(sums.shape[1:], wide))

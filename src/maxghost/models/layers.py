@@ -66,32 +66,34 @@ def linear(
   layer_type: type[nnx.LinearGeneral] = nnx.LinearGeneral,
   matrix: tuple[int, ...] | None = None,
 ) -> nnx.Module:
-  """A dense layer over the trailing `in_axes` axes.
+  """A dense layer over the trailing `in_axes` axes, of normal weights with this `std`.
 
-  std: of its normal weights. axes: logical axes of its kernel. matrix: what the kernel tells an optimizer of matrices:
-  by default that it maps the `in_axes` axes to the others; () that it is none.
+  axes: logical axes of its kernel. matrix: (axes of rows, axes of columns) of its kernel, or () for none.
   """
   return layer_type(
     in_features,
     out_features,
     axis=tuple(range(-in_axes, 0)),
     use_bias=use_bias,
-    dtype=jnp.dtype(cfg.dtype),
-    param_dtype=jnp.dtype(cfg.weight_dtype),
     kernel_init=nnx.initializers.normal(std),
     precision=precision(cfg),
     dot_general=dense.dot_general,
     rngs=rngs,
     kernel_metadata={"axes": axes, "matrix": (in_axes, len(axes) - in_axes) if matrix is None else matrix},
     bias_metadata={"axes": tuple(axes[in_axes:]), "matrix": ()},
+    **dtypes(cfg),
   )
+
+
+def dtypes(cfg: ModelConfig) -> dict:
+  """The arguments of a layer for its computation's and its weights' types."""
+  return {"dtype": jnp.dtype(cfg.dtype), "param_dtype": jnp.dtype(cfg.weight_dtype)}
 
 
 def keys_for_adapters(dropout_key):
   """Sets `adapter_keys` inside a `with` block."""
-  return setting(
-    adapter_keys, None if dropout_key is None else (jax.random.fold_in(dropout_key, i) for i in itertools.count(2))
-  )
+  keys = None if dropout_key is None else (jax.random.fold_in(dropout_key, i) for i in itertools.count(2))
+  return setting(adapter_keys, keys)
 
 
 def precision(cfg: ModelConfig):
@@ -100,19 +102,12 @@ def precision(cfg: ModelConfig):
 
 def norm(cfg: ModelConfig, num_features: int | None = None, *, rngs: nnx.Rngs) -> nnx.Module:
   """The norm of a residual branch: RMSNorm, or LayerNorm with bias. With num_features, RMSNorm over that many."""
-  kind, options = nnx.RMSNorm, {}
+  kind, metadata = nnx.RMSNorm, {"axes": ("norm",), "matrix": ()}
+  options = dtypes(cfg) | {"epsilon": cfg.normalization_layer_epsilon, "scale_metadata": metadata}
   if num_features is None and FAMILIES[cfg.decoder_block].layer_norm:
     # The fast variance, E[x^2] - E[x]^2, loses digits where the mean is large.
-    kind, options = nnx.LayerNorm, {"use_fast_variance": False, "bias_metadata": {"axes": ("norm",), "matrix": ()}}
-  return kind(
-    num_features or cfg.base_emb_dim,
-    epsilon=cfg.normalization_layer_epsilon,
-    dtype=jnp.dtype(cfg.dtype),
-    param_dtype=jnp.dtype(cfg.weight_dtype),
-    rngs=rngs,
-    scale_metadata={"axes": ("norm",), "matrix": ()},
-    **options,
-  )
+    kind, options = nnx.LayerNorm, options | {"use_fast_variance": False, "bias_metadata": metadata}
+  return kind(num_features or cfg.base_emb_dim, rngs=rngs, **options)
 
 
 def gated(branches: list, activations: tuple[str, ...], limit: float):

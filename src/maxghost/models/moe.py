@@ -2,8 +2,6 @@
 
 B batch, T positions, N = B T tokens, D embed dim, F width of an expert, E experts, k experts of a token, R = N k rows
 (a token once for each of its experts).
-
-`layers.Hidden` carries the routing from layer to layer; `no_routing` says what it holds.
 Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 to 6, for k experts.
 """
 
@@ -24,19 +22,15 @@ from maxghost.parallel import shardings
 
 
 def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
-  """Sums over the layers so far, each divided by the number of layers, in float32 or wider.
+  """What `layers.Hidden` carries: sums over the layers so far, divided by the number of layers, in float32 or wider.
 
   load_balance_BT: each token's part of the load-balancing loss, E sum_e f_e p_te, with f_e the share of the batch's
     tokens that expert e gets (held constant, without padding) and p_te the router's probability; the loss is its mean.
   entropy_BT: of the router's probabilities, nats.
   load_E: f_e / k, which is 1 / E for a balanced load.
   """
-  wide = jnp.promote_types(dtype, jnp.float32)
-  return {
-    "load_balance_BT": jnp.zeros(shape_BT, wide),
-    "entropy_BT": jnp.zeros(shape_BT, wide),
-    "load_E": jnp.zeros(num_experts, wide),
-  }
+  shapes = {"load_balance_BT": shape_BT, "entropy_BT": shape_BT, "load_E": num_experts}
+  return {name: jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)) for name, shape in shapes.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -87,8 +81,6 @@ class Rows:
 
 
 # Gathers with a gather or a product as transpose: on CPU a scatter runs one row at a time.
-
-
 def _take_backward(num_chosen: int, place_R, g_R):
   g_pairs = g_R[place_R]
   sums_N = g_pairs.reshape(-1, num_chosen, *g_pairs.shape[1:]).sum(1)
@@ -113,8 +105,8 @@ _of_expert = with_backward(lambda b_E, expert_R: (b_E[expert_R], (b_E, expert_R)
 class Split:
   """The mesh axes of the tokens' rows and positions, of the experts, and of their width.
 
-  Experts stay on their devices, and tokens are gathered to them: devices that differ in their experts gather each
-  other's tokens, each applies its own experts, and the sum over experts returns to the device of the token.
+  Devices that differ in their experts gather each other's tokens, each applies its own experts, and the sum over
+  experts returns to the device of the token.
   """
 
   mesh: Mesh
@@ -224,20 +216,16 @@ class RoutedMoe(nnx.Module):
     self.dtype, self.precision, self.wo_shape = jnp.dtype(cfg.dtype), precision(cfg), (experts, width, embed)
     self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
 
-    def weights(shape, axes, std):
-      value = std * jax.random.normal(rngs.params(), shape, jnp.dtype(cfg.weight_dtype))
-      return nnx.Param(value, axes=axes, matrix=(1, 1))
-
-    for name in self.branches:
-      setattr(self, name, weights((experts, embed, width), ("exp", "embed", "mlp"), embed**-0.5))
-    out_std = (width * 2 * cfg.base_num_decoder_layers) ** -0.5
-    self.wo = weights((experts, width, embed), ("exp", "mlp", "embed"), out_std)
-    if self.has_bias:
-      zeros = jnp.zeros((experts, width), jnp.dtype(cfg.weight_dtype))
-      for name in self.branches:
-        setattr(self, f"{name}_bias", nnx.Param(zeros, axes=("exp", "mlp"), matrix=()))
-      zeros = jnp.zeros((experts, embed), jnp.dtype(cfg.weight_dtype))
-      self.wo_bias = nnx.Param(zeros, axes=("exp", "embed"), matrix=())
+    shapes = dict.fromkeys(self.branches, (embed, width)) | {"wo": (width, embed)}
+    axes = dict.fromkeys(self.branches, ("embed", "mlp")) | {"wo": ("mlp", "embed")}
+    dtype, out_std = jnp.dtype(cfg.weight_dtype), (width * 2 * cfg.base_num_decoder_layers) ** -0.5
+    for name, (inputs, outputs) in shapes.items():
+      std = out_std if name == "wo" else embed**-0.5
+      value = std * jax.random.normal(rngs.params(), (experts, inputs, outputs), dtype)
+      setattr(self, name, nnx.Param(value, axes=("exp", *axes[name]), matrix=(1, 1)))
+      if self.has_bias:
+        zeros = jnp.zeros((experts, outputs), dtype)
+        setattr(self, f"{name}_bias", nnx.Param(zeros, axes=("exp", axes[name][1]), matrix=()))
 
   @property
   def branches(self) -> list[str]:
@@ -262,10 +250,9 @@ class RoutedMoe(nnx.Module):
     counts_E = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=wide) * real_BT[..., None, None]).sum((0, 1, 2))
     share_E = jax.lax.stop_gradient(counts_E / jnp.maximum(real_BT.sum(), 1))
     fixed_BTE = jax.lax.stop_gradient(probability_BTE)
-    entropy_BT = -(fixed_BTE * jnp.log(jnp.maximum(fixed_BTE, jnp.finfo(wide).tiny))).sum(-1)
     added = {
       "load_balance_BT": self.num_experts * (probability_BTE * share_E[None, None]).sum(-1),
-      "entropy_BT": entropy_BT,
+      "entropy_BT": -(fixed_BTE * jnp.log(jnp.maximum(fixed_BTE, jnp.finfo(wide).tiny))).sum(-1),
       "load_E": share_E / self.num_chosen,
     }
     return {name: routing[name] + value / self.num_layers for name, value in added.items()}
@@ -275,10 +262,8 @@ class RoutedMoe(nnx.Module):
     params = {name: v[...] for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
     if not self.sparse:
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
-    split = find_split(self, x_BTD.shape)
-    if split is None:
-      return self.experts_sorted(params, x_BTD, index_BTk, weight_BTk)
-    return split.run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
+    split, arrays = find_split(self, x_BTD.shape), (params, x_BTD, index_BTk, weight_BTk)
+    return self.experts_sorted(*arrays) if split is None else split.run(self.experts_sorted, *arrays)
 
   def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
     """`experts` by sorted rows. first_expert: of params that hold only some; choices of others then add nothing."""
@@ -294,13 +279,11 @@ class RoutedMoe(nnx.Module):
     return [self.multiply(params, name, x_RD, rows) for name in self.branches]
 
   def multiply(self, params: dict, name: str, x_RI, rows: Rows):
-    """x times the matrix of each row's expert, plus its bias if there is one."""
+    """x times the matrix of each row's expert, plus its adapter and its bias if there are."""
     y_RO = self._product(params, name, x_RI, rows)
     if f"{name}_lora_a" in params:
       y_RO = y_RO + self._product(params, f"{name}_lora_b", self.narrow(params, name, x_RI, rows), rows)
-    if not self.has_bias:
-      return y_RO
-    return y_RO + rows.of_expert(params[f"{name}_bias"].astype(self.dtype))
+    return y_RO + rows.of_expert(params[f"{name}_bias"].astype(self.dtype)) if self.has_bias else y_RO
 
   def narrow(self, params: dict, name: str, x_RI, rows: Rows):
     """What the adapter of a matrix multiplies with its `b`: scale * x a, [R, r]."""
@@ -315,7 +298,7 @@ class RoutedMoe(nnx.Module):
     return grouped_matmul(x_RI.astype(self.dtype), self.matrix(params, name), rows.sizes_E, self.precision)
 
   def _experts_dense(self, params: dict, x_BTD, index_BTk, weight_BTk):
-    """Applies every expert to every token, for comparison: E / k times the work, and no sorting."""
+    """`experts` by applying every expert to every token, for comparison: E / k times the work."""
     params = {name: value.astype(self.dtype) for name, value in params.items()}
 
     def product(spec, x, name):

@@ -35,8 +35,8 @@ class MultiTokenLayer(nnx.Module):
     embedding_norm, hidden_norm, projection = (getattr(self, name) for name in self.names)
     both: Any = [embedding_norm(ahead_BTD), hidden_norm(hidden.x_BTD)]
     x_BTD = constrain(projection(jnp.concatenate(both, -1)), HIDDEN)
-    layer = getattr(self, self.layer_name)
-    return layer(dataclasses.replace(hidden, x_BTD=x_BTD), positions_BT, segment_ids_BT, dropout_key)
+    hidden = dataclasses.replace(hidden, x_BTD=x_BTD)
+    return getattr(self, self.layer_name)(hidden, positions_BT, segment_ids_BT, dropout_key)
 
 
 class MultiTokenBlock(nnx.Module):
@@ -50,8 +50,7 @@ class MultiTokenBlock(nnx.Module):
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_keys: list) -> list[Hidden]:
     """The output of each module. hidden: of the last layer, with `embedded_BTD`.
 
-    A position whose further token lies in another segment gets that token's embedding: its output means nothing, and no
-    position of its own segment that means something attends to it.
+    Where the further token lies in another segment the output means nothing, and no meaningful output depends on it.
     """
     outputs, embedded_BTD = [], hidden.embedded_BTD
     for depth, key in enumerate(dropout_keys, 1):

@@ -34,7 +34,11 @@ def clip(model: Any, peaks_LH, threshold: float) -> dict[str, Any]:
     if path[-2] not in ("query", "key"):
       continue
     value = variable[...]
-    mine = peaks_LH[_layers(path, peaks_LH.shape[0], value.shape[0] if path[0] == "layers" else 1)]
+    names = [name for name in map(str, path[:2]) if name.startswith("layers_")]
+    index: Any = int(names[0].removeprefix("layers_")) if names else 0
+    if path[0] == "layers":  # stacked, perhaps in a cycle
+      index = slice(index, None, peaks_LH.shape[0] // value.shape[0])
+    mine = peaks_LH[index]
     num_kv_heads = params[(*path[:-2], "key", "kernel")].shape[-2]
     factor = factors(mine, num_kv_heads, threshold)[path[-2] == "key"]
     between = value.ndim - 1 - mine.ndim  # axes between those of the layers and the heads
@@ -42,10 +46,3 @@ def clip(model: Any, peaks_LH, threshold: float) -> dict[str, Any]:
     before[slash_path(("decoder", *path))] = value
     variable[...] = (value * factor).astype(value.dtype)
   return before
-
-
-def _layers(path: tuple, num_layers: int, num_stacked: int) -> Any:
-  """Which of the layers a Param belongs to: an index, or for stacked layers a slice."""
-  names = [name for name in path[:2] if name.startswith("layers_")]
-  index = int(names[0].removeprefix("layers_")) if names else 0
-  return slice(index, None, num_layers // num_stacked) if path[0] == "layers" else index

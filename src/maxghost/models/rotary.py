@@ -1,7 +1,6 @@
-"""Rotary position embedding, plain or with stretched wavelengths.
+"""Rotary position embedding, plain or with stretched wavelengths (Su et al., arXiv:2104.09864).
 
-B batch, T positions, H heads, h head width, i index of a pair (of h / 2).
-Source: Su et al., arXiv:2104.09864; the two halves of a head are rotated against each other (GPT-NeoX layout).
+B batch, T positions, H heads, h head width, i index of a pair (of h / 2): the i-th entries of a head's two halves.
 """
 
 import dataclasses
@@ -19,23 +18,17 @@ class Rotary:
   cfg: ModelConfig
 
   def __call__(self, x_BTHh, positions_BT):
-    """Rotates each head by its position. x_BTHh: any float dtype, kept; angles are formed in float32 or wider.
-
-    h must be even. Position p turns pair i by p * `frequencies`[i] radians.
-    """
+    """Position p turns pair i of a head by p * `frequencies`[i] radians, formed in float32 or wider; h is even."""
     if self.cfg.rope_type == "none":
       return x_BTHh
-    half = x_BTHh.shape[-1] // 2
-    angle_dtype = jnp.promote_types(x_BTHh.dtype, jnp.float32)
-    frequency_i = self.frequencies(half, angle_dtype)
-    angle_BT1i = positions_BT[:, :, None, None].astype(angle_dtype) * frequency_i[None, None, None, :]
+    half, wide = x_BTHh.shape[-1] // 2, jnp.promote_types(x_BTHh.dtype, jnp.float32)
+    angle_BT1i = positions_BT[:, :, None, None].astype(wide) * self.frequencies(half, wide)[None, None, None, :]
     sin, cos = jnp.sin(angle_BT1i), jnp.cos(angle_BT1i)
     if self.cfg.rope_type == "yarn" and self.cfg.rope_attention_scaling:
       scale = 0.1 * math.log(self.cfg.rope_factor) + 1.0  # Peng et al., arXiv:2309.00071, section 3.4
       sin, cos = sin * scale, cos * scale
-    first, second = x_BTHh[..., :half].astype(angle_dtype), x_BTHh[..., half:].astype(angle_dtype)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHh.dtype)
+    first, second = x_BTHh[..., :half].astype(wide), x_BTHh[..., half:].astype(wide)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHh.dtype)
 
   def frequencies(self, half: int, dtype):
     """Radians per position of each of the `half` pairs: of a stretched one, a mean of the plain and the longest."""

@@ -1,11 +1,8 @@
 """Scans over layers whose backward pass keeps only the carries at the boundaries of segments.
 
-The VJP of `lax.scan` keeps the carry of every step, whatever its body's remat policy. Here an outer scan runs over
-segments under `jax.checkpoint`, and an inner scan over the layers of one segment. This keeps L / k + k carries instead
-of L, for one more forward pass; deeper nesting keeps fewer (Griewank and Walther, "Evaluating Derivatives", 2008,
-chapter 12).
-
-L layers, k layers in a segment.
+The VJP of `lax.scan` keeps the carry of every step. Here an outer scan runs over segments under `jax.checkpoint`, an
+inner one over the k layers of a segment. This keeps L / k + k carries instead of L, for one more forward pass; deeper
+nesting keeps fewer (Griewank and Walther, "Evaluating Derivatives", 2008, chapter 12).
 """
 
 import functools
@@ -25,18 +22,16 @@ def check(length: int, segment_lengths: tuple[int, ...]) -> None:
   whole, what = length, f"{length} layers"
   for k in segment_lengths:
     if k < 1 or whole % k:
-      raise ValueError(
-        f"a segment of {k} layers does not divide {what}; use one of {', '.join(map(str, divisors(whole)))}"
-      )
+      fix = f"use one of {', '.join(map(str, divisors(whole)))}"
+      raise ValueError(f"a segment of {k} layers does not divide {what}; {fix}")
     whole, what = k, f"the segment of {k} layers around it"
 
 
 def scan(body: Callable, carry, xs, segment_lengths: tuple[int, ...] = ()):
-  """`jax.lax.scan(body, carry, xs)` whose backward pass keeps carries only at segment boundaries.
+  """`jax.lax.scan(body, carry, xs)`, xs with a leading layer axis; keeps carries only at segment boundaries.
 
-  segment_lengths: layers in a segment, then in a segment of a segment, ...; empty for a plain scan. carry, xs: pytrees,
-  xs with a leading layer axis. Values are those of the plain scan, gradients too up to rounding.
-  Raises ValueError for lengths that do not divide.
+  segment_lengths: layers in a segment, then in a segment of a segment, ...; empty for a plain scan. Values are those of
+  the plain scan, gradients too up to rounding. Raises ValueError for lengths that do not divide.
   """
   check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
   if not segment_lengths:
@@ -90,9 +85,8 @@ def remat_scan(
   Raises: ValueError for lengths that do not divide, arguments that disagree in L, or a changed Variable of axis None.
   """
   if f is None:
-    return functools.partial(
-      remat_scan, segment_lengths=segment_lengths, length=length, in_axes=in_axes, out_axes=out_axes, policy=policy
-    )
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    return functools.partial(remat_scan, segment_lengths=segment_lengths, length=length, policy=policy, **axes)
   if sum(axis is nnx.Carry for axis in in_axes) > 1:
     raise ValueError("in_axes has several nnx.Carry; put what is carried into one pytree")
 
@@ -129,10 +123,8 @@ class _Call:
     for path, leaf in self.given.items():
       axis = in_axes[path[0]]
       axis = self.axes[path] = axis.map_prefix(path[1:], leaf) if isinstance(axis, nnx.StateAxes) else axis
-      if isinstance(axis, int):
-        self.groups[int][path] = jnp.moveaxis(_array(leaf), axis, 0)
-      else:
-        self.groups[axis][path] = _array(leaf)
+      kind, array = (int, jnp.moveaxis(_array(leaf), axis, 0)) if isinstance(axis, int) else (axis, _array(leaf))
+      self.groups[kind][path] = array
 
   def build(self, arrays: Mapping[tuple, Any]) -> tuple:
     """The arguments with these arrays."""
@@ -142,23 +134,21 @@ class _Call:
   def layer(self, carry: Mapping, scanned: Mapping, broadcast: Mapping):
     """f on one layer. Returns (carry, (arrays that it changed or added, {position: output}))."""
     given = {**carry, **scanned, **broadcast}
-    values = self.build(given)
+    values = list(self.build(given))
     out = self.f(*values)
     out = dict(enumerate(out if self.several else (out,)))
     carry, changed = {}, {}
     for position, axis in enumerate(self.out_axes):
       if axis is nnx.Carry:
-        values = tuple(out.pop(position) if i == self.carry_at else value for i, value in enumerate(values))
-    for path, leaf in nnx.to_flat_state(nnx.split(values)[1]):
+        values[self.carry_at] = out.pop(position)
+    for path, leaf in nnx.to_flat_state(nnx.split(tuple(values))[1]):
       array, axis = _array(leaf), self.axes.get(path, 0)
       if axis is nnx.Carry:
         carry[path] = array
       elif array is not given.get(path):
         if axis is None:
-          raise ValueError(
-            f"{slash_path(path[1:])} ({type(leaf).__name__}) has axis None in remat_scan, but the layer "
-            f"changes it; give it nnx.Carry or a layer axis by nnx.StateAxes"
-          )
+          given = f"{slash_path(path[1:])} ({type(leaf).__name__}) has axis None in remat_scan"
+          raise ValueError(f"{given}, but the layer changes it; give it nnx.Carry or a layer axis by nnx.StateAxes")
         changed[path], self.leaves[path] = array, leaf
     return carry, (changed, out)
 
@@ -170,13 +160,11 @@ class _Call:
       if own and nnx.graph.is_graph_node(arg):
         nnx.update(arg, nnx.from_flat_state(own))
     final = self.build({path: carry.get(path, _array(leaf)) for path, leaf in self.given.items()})
-    outputs = tuple(
-      final[self.carry_at]
-      if axis is nnx.Carry
-      else jax.tree.map(lambda x, axis=axis: jnp.moveaxis(x, 0, axis), out[position])
-      for position, axis in enumerate(self.out_axes)
-    )
-    return outputs if self.several else outputs[0]
+    outputs = []
+    for i, axis in enumerate(self.out_axes):
+      moved = lambda x, axis=axis: jnp.moveaxis(x, 0, axis)  # noqa: E731
+      outputs.append(final[self.carry_at] if axis is nnx.Carry else jax.tree.map(moved, out[i]))
+    return tuple(outputs) if self.several else outputs[0]
 
 
 def _array(leaf):

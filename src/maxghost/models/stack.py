@@ -1,7 +1,7 @@
-"""Stacks of equal layers: builds them, and runs them by a scan over layers or over segments of layers.
+"""Stacks of equal layers, which run by a scan over layers or over segments of layers.
 
-L layers. A stack is one nnx module whose Variables have a leading layer axis; the `axes` metadata of its Params begins
-with "layers".
+A stack is one nnx module whose Variables have a leading layer axis; the `axes` metadata of its Params begins with
+"layers".
 """
 
 from collections.abc import Callable
@@ -19,13 +19,7 @@ _POLICIES = {
 
 def create(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
   """Builds `num_layers` layers as one module with a leading layer axis on every Variable."""
-
-  @nnx.split_rngs(splits=num_layers)
-  @nnx.vmap(in_axes=0, out_axes=0)
-  def build(layer_rngs):
-    return make_layer(layer_rngs)
-
-  layers = build(rngs)
+  layers = nnx.split_rngs(splits=num_layers)(nnx.vmap(make_layer))(rngs)
   for _, variable in nnx.iter_graph(layers):
     if isinstance(variable, nnx.Param) and "axes" in variable.get_metadata():
       variable.set_metadata(axes=("layers", *variable.get_metadata()["axes"]))
@@ -33,31 +27,15 @@ def create(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: 
 
 
 def run(
-  layers: nnx.Module,
-  x,
-  layer_inputs: tuple,
-  *,
-  num_layers: int,
-  remat_policy: str,
-  dropout_key=None,
-  segment_lengths: tuple[int, ...] = (),
+  layers, x, layer_inputs: tuple, *, num_layers: int, remat_policy: str, dropout_key=None, segment_lengths: tuple = ()
 ):
-  """Runs x through the stacked `layers`; returns the last layer's output, with the shapes and dtypes of x.
+  """Runs x, a pytree of arrays, through stacked `layers`; returns the last one's output, with shapes and dtypes of x.
 
-  Args:
-    layers: a stacked module, each layer called as layer(x, *layer_inputs, key).
-    x: an array or a pytree of arrays.
-    layer_inputs: arrays that are the same for every layer.
-    remat_policy: none | minimal | full, inside each layer.
-    dropout_key: a PRNG key that is folded with the layer's index, or None.
-    segment_lengths: see `segments.scan`.
+  Each layer is called as layer(x, *layer_inputs, key), key being dropout_key folded with the layer's index, or None.
+  remat_policy: none | minimal | full, inside each layer. segment_lengths: see `segments.scan`.
   """
   graphdef, state = nnx.split(layers)
-
-  def apply(x, state, layer_inputs, key):
-    return nnx.merge(graphdef, state)(x, *layer_inputs, key)
-
-  apply = remat(apply, remat_policy)
+  apply = remat(lambda x, state, inputs, key: nnx.merge(graphdef, state)(x, *inputs, key), remat_policy)
 
   def body(x, scanned, shared):
     (state, index), (layer_inputs, dropout_key) = scanned, shared

@@ -1,9 +1,6 @@
 """Stacked weights that live in pinned host memory and come to the device one segment at a time.
 
-The memory of an array is part of its type (`memory_space`), so no table of streamed arrays is needed: leaves on the
-host are fetched, and all others stay in place.
-
-L layers, k layers in a segment, n = L / k segments.
+The memory of an array is part of its type (`memory_space`): leaves on the host are fetched, others stay in place.
 """
 
 from collections.abc import Callable
@@ -55,20 +52,18 @@ def after(index, tree):
 
 
 def loop(step: Callable, carry, xs, stacked, *, reverse: bool = False) -> tuple[Any, Any]:
-  """`lax.scan` of step(carry, x, segment) -> (carry, y) over the leading axis n of xs and stacked.
+  """`lax.scan` of step(carry, x, segment) -> (carry, y) over the leading axis of xs and stacked: (carry, ys).
 
   Leaves of `stacked` on the host are fetched one step ahead, so that transfer and computation overlap and two segments
-  are on the device. Leaves of xs on the host are fetched when they are used. Returns (carry, ys).
+  are on the device. Leaves of xs on the host are fetched when they are used.
   """
   if not any_on_host(stacked):
-    return jax.lax.scan(
-      lambda carry, scanned: step(carry, to_device(scanned[0]), scanned[1]), carry, (xs, stacked), reverse=reverse
-    )
+    plain = lambda carry, scanned: step(carry, to_device(scanned[0]), scanned[1])  # noqa: E731
+    return jax.lax.scan(plain, carry, (xs, stacked), reverse=reverse)
   num = jax.tree.leaves(stacked)[0].shape[0]
 
   def body(state, scanned):
-    carry, here = state
-    index, x = scanned
+    (carry, here), (index, x) = state, scanned
     ahead = fetch(stacked, jnp.maximum(index - 1, 0) if reverse else jnp.minimum(index + 1, num - 1))
     carry, y = step(carry, to_device(x), here)
     return (carry, ahead), y
@@ -82,11 +77,8 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   """Runs carry = body(carry, x, shared) over the layers, with the leaves of xs on the host streamed by segments.
 
   Values and gradients are those of `segments.scan`. The gradient of a leaf on the host is sent there segment by
-  segment, so that device memory holds the weights of two segments and the gradient of one. Leaves that are not
-  differentiated have none.
-
-  carry: a pytree of floats. xs: leaves with a leading layer axis. shared: inputs of every layer. segment_lengths: as in
-  `segments.scan`, at least one.
+  segment, so that device memory holds the weights of two segments and the gradient of one.
+  carry: a pytree of floats. shared: inputs of every layer. segment_lengths: as in `segments.scan`, at least one.
   """
   if not segment_lengths:
     raise ValueError("streamed layers need segments: give segment_lengths")
@@ -137,11 +129,8 @@ def _instantiated(cotangent: Any) -> Any:
 
 def _separate(tree):
   """(the tree of the floats, the tree of the other leaves), None in place of the leaves that the other one has."""
-
-  def kept(is_float: bool):
-    return jax.tree.map(lambda x: x if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) == is_float else None, tree)
-
-  return kept(True), kept(False)
+  is_float = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)  # noqa: E731
+  return tuple(jax.tree.map(lambda x, kind=kind: x if is_float(x) == kind else None, tree) for kind in (True, False))
 
 
 def _joined(floats, others):

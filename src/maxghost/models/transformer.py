@@ -13,7 +13,7 @@ from flax import nnx
 from maxghost.config.schema import Config, ModelConfig
 from maxghost.models import moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
-from maxghost.models.layers import HIDDEN, Hidden, linear, norm
+from maxghost.models.layers import HIDDEN, Hidden, dtypes, linear, norm
 from maxghost.models.multi_token import MultiTokenBlock
 from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
 from maxghost.parallel.shardings import constrain
@@ -25,15 +25,13 @@ class Decoder(nnx.Module):
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     cycle = cfg.inhomogeneous_layer_cycle_interval
     self.num_layers = cfg.base_num_decoder_layers // cycle if cfg.scan_layers else cfg.base_num_decoder_layers
-    self.remat_policy = cfg.remat_policy
-    self.segment_lengths = cfg.stacked_segments
+    self.scan_layers, self.remat_policy, self.segment_lengths = cfg.scan_layers, cfg.remat_policy, cfg.stacked_segments
     if cfg.scan_layers:
       make_layer = DecoderLayer if cycle == 1 else LayerCycle
       self.layers = stack.create(lambda r: make_layer(cfg, rngs=r), self.num_layers, rngs)
     else:
       for i in range(self.num_layers):
         setattr(self, f"layers_{i}", DecoderLayer(cfg, i % cycle, rngs=rngs))
-    self.scan_layers = cfg.scan_layers
     self.decoder_norm = norm(cfg, rngs=rngs)
     self.has_positions = cfg.trainable_position_size > 0
     if self.has_positions:
@@ -45,47 +43,32 @@ class Decoder(nnx.Module):
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None) -> Hidden:
     """Runs the input of the first layer through all layers."""
     if self.scan_layers:
-      return stack.run(
-        self.layers,
-        hidden,
-        (positions_BT, segment_ids_BT),
-        num_layers=self.num_layers,
-        remat_policy=self.remat_policy,
-        dropout_key=dropout_key,
-        segment_lengths=self.segment_lengths,
-      )
+      options: Any = {"num_layers": self.num_layers, "remat_policy": self.remat_policy, "dropout_key": dropout_key}
+      inputs = positions_BT, segment_ids_BT
+      return stack.run(self.layers, hidden, inputs, segment_lengths=self.segment_lengths, **options)
     for i in range(self.num_layers):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-      layer = getattr(self, f"layers_{i}")
-      hidden = stack.run_once(layer, self.remat_policy, hidden, positions_BT, segment_ids_BT, key)
+      arguments = hidden, positions_BT, segment_ids_BT, key
+      hidden = stack.run_once(getattr(self, f"layers_{i}"), self.remat_policy, *arguments)
     return hidden
 
 
 def embedding(cfg: ModelConfig, num_rows: int, axes, *, std: float, rngs: nnx.Rngs, layer_type=nnx.Embed) -> nnx.Embed:
-  return layer_type(
-    num_rows,
-    cfg.base_emb_dim,
-    dtype=jnp.dtype(cfg.dtype),
-    param_dtype=jnp.dtype(cfg.weight_dtype),
-    embedding_init=nnx.initializers.normal(std),
-    rngs=rngs,
-    embedding_metadata={"axes": axes, "matrix": ()},
-  )
+  options = {"embedding_init": nnx.initializers.normal(std), "embedding_metadata": {"axes": axes, "matrix": ()}}
+  return layer_type(num_rows, cfg.base_emb_dim, rngs=rngs, **dtypes(cfg), **options)
 
 
 class Transformer(nnx.Module):
-  """Tokens to logits.
+  """`model(tokens_BT, positions=None, segment_ids=None, dropout_key=None)` -> logits [B, T, V], float32 or wider.
 
-  `model(tokens_BT, positions_BT=None, segment_ids_BT=None, dropout_key=None)` -> float32 logits [B, T, V] (float64
-  when the compute dtype is). positions default to 0..T-1; segment ids of equal value attend to each other; dropout
-  acts only when a key is given. mtp_block: the modules of multi-token prediction, which only the loss calls, or None.
+  positions default to 0..T-1; positions with equal segment ids attend to each other; dropout acts only when a key is
+  given. mtp_block: the modules of multi-token prediction, which only the loss calls, or None.
   """
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     self.tied = cfg.logits_via_embedding
-    std, layer_type = (cfg.base_emb_dim**-0.5, TiedTable) if self.tied else (1.0, nnx.Embed)
-    axes = ("vocab", "embed")
-    self.token_embedder = embedding(cfg, cfg.vocab_size, axes, std=std, rngs=rngs, layer_type=layer_type)
+    std, kind = (cfg.base_emb_dim**-0.5, TiedTable) if self.tied else (1.0, nnx.Embed)
+    self.token_embedder = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs, layer_type=kind)
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
     self.soft_cap = cfg.final_logits_soft_cap
@@ -123,7 +106,7 @@ class Transformer(nnx.Module):
     return Hidden(x_BTD, routing, peaks_BLH)
 
   def logits(self, hidden: Hidden):
-    """Final norm and output projection: float32 or wider [B, T, V]."""
+    """As `OutputHead.logits`."""
     return self.head.logits(hidden)
 
 

@@ -1,9 +1,8 @@
 """The collectives of a compiled program, read from its HLO text.
 
-Each collective is counted as often as it runs: those in a loop once per iteration, if the text gives the number of
-iterations. The TPU compiler repeats a collective in every computation that overlaps it; equal channels identify it.
-Bytes are those of the whole array that a group of devices exchanges, on one device: the result of an all-gather, the
-operand of a reduce-scatter.
+Those in a loop are counted once per iteration, if the text gives the number of iterations. The TPU compiler repeats a
+collective in every computation that overlaps it; equal channels identify it. Bytes are those of the whole array that a
+group of devices exchanges, on one device: the result of an all-gather, the operand of a reduce-scatter.
 """
 
 import collections
@@ -47,12 +46,10 @@ class Collective:
 
 
 def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = ()) -> list[Collective]:
-  """The collectives of a compiled program.
+  """The collectives of a compiled program's text.
 
-  Args:
-    hlo: the compiled program's text.
-    mesh_shape: {mesh axis: size}, in the order of the mesh.
-    slice_axes: mesh axes between slices, which the TPU compiler crosses by transfers of the hosts.
+  mesh_shape: in the order of the mesh. slice_axes: those between slices, which the TPU compiler crosses by transfers of
+  the hosts.
   """
   computations, entry = _split(hlo)
   times = _times(computations, entry)
@@ -71,15 +68,13 @@ def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = 
 
 def table(found: list[Collective]) -> list[str]:
   """Lines of kind, mesh axes, runs per step and total bytes; the largest first."""
-  sums: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0])
+  counts, sizes = collections.Counter(), collections.Counter()
   for one in found:
-    entry = sums[one.kind, one.axes]
-    entry[0] += one.count
-    entry[1] += one.count * one.num_bytes
-  rows = sorted(sums.items(), key=lambda item: -item[1][1])
+    counts[one.kind, one.axes] += one.count
+    sizes[one.kind, one.axes] += one.count * one.num_bytes
   return [
-    f"{kind:<19} over {' x '.join(axes) or 'no axis':<18} {count:>7,} times {total / 1e6:>14,.1f} MB"
-    for (kind, axes), (count, total) in rows
+    f"{kind:<19} over {' x '.join(axes) or 'no axis':<18} {counts[kind, axes]:>7,} times {size / 1e6:>14,.1f} MB"
+    for (kind, axes), size in sizes.most_common()
   ]
 
 
@@ -101,9 +96,8 @@ def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 def _times(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
   """How often each computation runs."""
-  calls: dict[str, list[tuple[str, int]]] = {}
+  calls: dict[str, list[tuple[str, int]]] = {name: [] for name in computations}
   for name, lines in computations.items():
-    calls[name] = []
     for line in lines:
       trips = _trips(line, computations) if " while(" in line else 1
       called = _CALLED.findall(line)

@@ -1,7 +1,4 @@
-"""Several processes: starting together, exchanging values, and detecting that one is lost.
-
-Built on `jax.distributed`. With a single process every function returns at once and uses no network.
-"""
+"""Several processes: starting together, exchanging values, detecting a lost one. A single process uses no network."""
 
 import itertools
 import json
@@ -25,13 +22,11 @@ HINTS = (
   "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "MEGASCALE_COORDINATOR_ADDRESS",
 )  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-OWN_KEYS = frozenset({"jax_distributed"})  # may differ between the processes of a run
 PATIENCE_MS = 1_800_000  # for another live process; a dead one is detected by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that are not reported
 
 # Error messages for a lost peer: a status code of the coordination service (also from Orbax' barriers), a connection
-# lost by Gloo or NCCL, missing heartbeats. Other errors of these, such as INTERNAL: NCCL ... out of memory or
-# UNIMPLEMENTED: optimization_barrier, are errors of this process.
+# lost by Gloo or NCCL, missing heartbeats. Others, such as INTERNAL: NCCL ... out of memory, are of this process.
 _LOST = re.compile(
   r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): "
   r"|\b(gloo|nccl)\b.*(connection (closed|reset|refused)|closed by peer|remote process exited|remote error|timed? ?out)"
@@ -95,8 +90,7 @@ def is_first() -> bool:
 def gather(value: Any) -> list:
   """The JSON values of all processes, in their order. Every process must call it, each from one thread; waits for all.
 
-  Uses the coordination service rather than the devices: a process may arrive minutes after the others, for example
-  after compiling, and Gloo waits only half a minute.
+  By the coordination service: a process may come minutes after the others, and Gloo waits only half a minute.
   """
   if count() == 1:
     return [value]
@@ -120,8 +114,8 @@ def check_same_config(cfg: Config) -> None:
   """Raises ConfigError on every process, naming the keys whose values differ. Prints a note if the clocks differ."""
   if count() == 1:
     return
-  # Process 0's values are used after a round trip through JSON, like the others'.
-  said = gather([time.time(), {k: v for k, v in cfg.flat().items() if k not in OWN_KEYS}])
+  # Process 0's values are used after a round trip through JSON, like the others'. jax_distributed may differ.
+  said = gather([time.time(), {k: v for k, v in cfg.flat().items() if k != "jax_distributed"}])
   clocks, configs = zip(*said, strict=True)
   problems = [
     f"{key}={there} in process {number}, {configs[0].get(key)} in process 0; start all with the same keys"
@@ -138,9 +132,8 @@ def check_same_config(cfg: Config) -> None:
 
 
 class Exchange:
-  """What every process gives, on all of them, without waiting for a running step.
+  """What every process gives, on all of them; queued on the devices, so that nobody waits for a running step.
 
-  `send` queues the exchange on the devices, behind what they have to do, and returns a function that waits for it.
   Every process must send arrays of the same shape in the same order.
   """
 
@@ -148,7 +141,7 @@ class Exchange:
     self._programs: dict[int, Any] = {}
 
   def send(self, values: np.ndarray) -> Callable[[], np.ndarray]:
-    """values: [n] of 4 or 8 bytes each. What is returned gives [processes, n] of the same type."""
+    """values: [n] of 4 or 8 bytes each. The function returned waits, and gives [processes, n] of the same type."""
     if count() == 1:
       return lambda: values[None]
     words, devices = np.ascontiguousarray(values).view(np.uint32), jax.devices()
@@ -167,13 +160,11 @@ class Exchange:
 class StopFlag:
   """Whether any process wants to stop, the same answer on all, without waiting for a running step.
 
-  Each call starts an exchange of the wishes and reads the result of the previous call's, which was queued before a step
-  that is running by now.
+  Each call starts an exchange and reads the previous one's result, which was queued before the step that runs now.
   """
 
   def __init__(self):
-    self._exchange = Exchange()
-    self._pending: Callable[[], np.ndarray] | None = None
+    self._exchange, self._pending = Exchange(), None
 
   def any(self, wish: bool) -> bool:
     if count() == 1:
@@ -189,10 +180,8 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def end_without_peers(error: BaseException, advice: str) -> None:
   """Reports that another process is lost and exits at once, since waiting for it would not end."""
-  print(
-    f"maxghost: process {index()} of {count()}: another process of the run is lost ({_first_line(error)}); {advice}",
-    file=sys.stderr,
-  )
+  said = f"another process of the run is lost ({_first_line(error)}); {advice}"
+  print(f"maxghost: process {index()} of {count()}: {said}", file=sys.stderr)
   exit_at_once(1)
 
 
@@ -204,5 +193,4 @@ def exit_at_once(code: int) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-  lines = str(error).splitlines()
-  return lines[0][:200] if lines else type(error).__name__
+  return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -15,20 +15,17 @@ from maxghost.config import ConfigError
 
 _RETRY_SECONDS = 0.2
 _LATECOMERS_SECONDS = 2.0
+_FIX = "start all of them, with the same address and number of processes, or raise jax_distributed_timeouts"
 
 
 def meet(address: str, num_processes: int, process_id: int, timeout: float) -> None:
   """Returns in every process once all are connected.
 
-  Raises:
-    ConfigError: on every connected process, if one is missing after `timeout` seconds, two have the same number or
-      they expect different numbers of processes; on process 0 also if the port is in use.
+  Raises ConfigError on every connected process if one is missing after `timeout` seconds, two have the same number or
+  they expect different numbers of processes; on process 0 also if the port is in use.
   """
-  if process_id == 0:
-    problem = _lead(address, num_processes, timeout)
-  else:
-    problem = _follow(address, num_processes, process_id, timeout)
-  if problem:
+  arguments = (address, num_processes, timeout)
+  if problem := _follow(process_id, *arguments) if process_id else _lead(*arguments):
     raise ConfigError(problem)
 
 
@@ -67,8 +64,7 @@ def _lead(address: str, expected: int, timeout: float) -> str:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         problem = problem or (
           f"jax_distributed: the processes of the run did not all meet at {address} within {timeout:g} s: of "
-          f"{expected} {'these are' if len(missing) > 1 else 'this one is'} missing: {listed}; start all of them, with "
-          "the same address and number of processes, or raise jax_distributed_timeouts"
+          f"{expected} {'these are' if len(missing) > 1 else 'this one is'} missing: {listed}; {_FIX}"
         )
         break
       said = _receive(connection, 10)
@@ -76,10 +72,8 @@ def _lead(address: str, expected: int, timeout: float) -> str:
       if type(number) is not int or type(theirs) is not int or not 0 < number < theirs:
         continue  # not a process of a run
       if theirs != expected:
-        problem = (
-          f"jax_distributed names {theirs} processes in process {number}, {expected} in process 0; start all with the "
-          "same number"
-        )
+        named = f"{theirs} processes in process {number}, {expected} in process 0"
+        problem = f"jax_distributed names {named}; start all with the same number"
       elif number in came:
         problem = f"jax_distributed: number {number} is given to two processes; give each of the {expected} its own"
       if problem:  # wait a little, so that processes about to connect get the message too
@@ -91,7 +85,7 @@ def _lead(address: str, expected: int, timeout: float) -> str:
   return problem
 
 
-def _follow(address: str, expected: int, number: int, timeout: float) -> str:
+def _follow(number: int, address: str, expected: int, timeout: float) -> str:
   """Another process: returns the error message of process 0 or ''."""
   host, _, port = address.rpartition(":")
   end, reason = time.monotonic() + timeout, "no answer"
@@ -107,10 +101,8 @@ def _follow(address: str, expected: int, number: int, timeout: float) -> str:
     except OSError as error:
       reason = error.strerror or str(error) or reason
     time.sleep(_RETRY_SECONDS)
-  return (
-    f"jax_distributed: process {number} did not meet process 0 at {address} within {timeout:g} s ({reason}); start all "
-    "of them, with the same address and number of processes, or raise jax_distributed_timeouts"
-  )
+  missed = f"process {number} did not meet process 0 at {address} within {timeout:g} s ({reason})"
+  return f"jax_distributed: {missed}; {_FIX}"
 
 
 def _receive(connection: socket.socket, seconds: float) -> dict:

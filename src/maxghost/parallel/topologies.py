@@ -16,10 +16,7 @@ from maxghost.config.files import read_table
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-  """One generation of TPUs. name and config are libtpu's; smallest: the cloud's name of a single host.
-
-  per_chip: what a chip adds to N. shapes, hbm_gib: see configs/topologies.yml.
-  """
+  """One generation of TPUs. smallest: the cloud's name of one host. per_chip: what a chip adds to N."""
 
   name: str
   smallest: str
@@ -47,11 +44,10 @@ def parse(topology: str) -> tuple[str, int]:
   number, slices = int(count) if count.isdigit() else 0, FAMILIES[family].slices if family in FAMILIES else {}
   if number in slices or (family == "cpu" and number > 0):
     return family, number
+  names = [f"{name}-{count}" for name, known in FAMILIES.items() for count in known.slices]
+  near = difflib.get_close_matches(topology, names, n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
   if slices:
     near = [f"{family}-{n}" for n in sorted(slices, key=lambda n: (abs(n - number), n))[:4]]
-  else:
-    names = [f"{name}-{count}" for name, known in FAMILIES.items() for count in known.slices]
-    near = difflib.get_close_matches(topology, names, n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
   raise ConfigError(
     f"compile_topology={topology} is no topology; nearest are {', '.join(near)}; families are "
     f"{', '.join(FAMILIES)}, and cpu-N"
@@ -80,7 +76,6 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
   from jax.experimental import topologies
 
   known, shape = FAMILIES[family], FAMILIES[family].slices[count]
-  flat = len(shape) == 2
   try:
     described = topologies.get_topology_desc(
       platform="tpu",
@@ -88,10 +83,10 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
       chip_config_name=known.config,
       chips_per_host_bounds=(1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1),
       num_slices=num_slices,
-      wrap=(*(size == 16 for size in shape), False) if flat else tuple(size % 4 == 0 for size in shape),
+      wrap=(*(size == 16 for size in shape), False) if len(shape) == 2 else tuple(size % 4 == 0 for size in shape),
     )
   except Exception as error:  # whatever libtpu says
-    first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    first = str(error).partition("\n")[0][:200] or type(error).__name__
     raise ConfigError(f"compile_topology={topology}: libtpu refuses it ({first}); try another topology") from error
   return list(described.devices)
 
@@ -102,11 +97,9 @@ def _cpu_devices(count: int) -> list:
   try:
     jax.config.update("jax_num_cpu_devices", count)
   except RuntimeError:  # JAX has started already, with a number of its own
-    if len(jax.devices("cpu")) < count:
-      raise ConfigError(
-        f"compile_topology=cpu-{count}: JAX has started with {len(jax.devices('cpu'))} CPU devices; use a process of "
-        "its own"
-      ) from None
+    if (have := len(jax.devices("cpu"))) < count:
+      said = f"JAX has started with {have} CPU devices; use a process of its own"
+      raise ConfigError(f"compile_topology=cpu-{count}: {said}") from None
   return jax.devices("cpu")[:count]
 
 

@@ -1,7 +1,6 @@
 """Schedules: how validation and training passes share a step. `score` runs them.
 
-To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHEDULES` and
-configs/schedules.yml.
+To add one, write a module with `run(problem) -> Scored`, and add lines to `SCHEDULES` and configs/schedules.yml.
 """
 
 import dataclasses

@@ -25,11 +25,7 @@ def run(problem: Problem) -> Scored:
 
 
 def jvp_scores(model: Model, loss_fn: Callable, batch, direction: nnx.State):
-  """<grad of (weight share times loss), u> of every example or position, in losses' shape, by one forward-mode pass.
-
-  Works for any model that supports `jax.jvp`. Scores are per loss token, not per position of use, without detail per
-  parameter. Costs about two forward passes.
-  """
+  """<grad of (weight share times loss), u> of every example or position of the loss, at about two forward passes."""
 
   def weighted(params):
     losses, weights = loss_fn(model.merge(params), batch)

@@ -1,7 +1,4 @@
-"""Schedule 'per_example' (engine 'perexample'): one gradient per example, without scoring rules, for tiny models.
-
-K validation sets, n examples.
-"""
+"""Schedule 'per_example' (engine 'perexample'): one gradient per example, without scoring rules, for tiny models."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,13 +13,12 @@ from maxghost.optimizers import by_label
 
 
 def run(problem: Problem) -> Scored:
-  """One gradient per example, for tiny models."""
   passed = train_pass(problem.model, problem.loss, problem.batch)
   found = validation(problem)
   _, directions = whole_directions(problem, found.gradients, passed.grads)
   gradients = gradients_of(problem.model, problem.loss, problem.batch)
 
-  def products(label: str):  # [K, n]
+  def products(label: str):  # [validation sets, examples]
     g = gradients[label]
     return jnp.stack([(g * u[label][None]).reshape(g.shape[0], -1).sum(-1) for u in directions])
 

@@ -1,7 +1,5 @@
 """The model as seen by the walk: the stacked layers, everything outside of them ("outer"), and the VJPs of one layer.
 
-The ledger's sums of a layer are computed here, while its validation gradients exist.
-
 `layer` everywhere below: the layer's (parameters, rest, index). K validation sets, L layers.
 """
 
@@ -44,18 +42,16 @@ class Layers:
   """A model and its twin, split at the stacked layers.
 
   prefix: path of the layers. plain, probed: the whole model, and its twin with blank directions. params, rest: of all
-  layers, with a leading layer axis; the rest holds frozen parameters. graphdef, twin_graphdef, probes: of one layer.
-  inner, outer: the scored parameters of one layer, and those outside. state: the optimizer's, with the arrays of the
-  layers that the ledger or the directions read. scalars: of the twin's rule.
+  layers, with a leading layer axis. graphdef, twin_graphdef, probes: of one layer. inner, outer: the scored parameters
+  of one layer, and those outside. state: the optimizer's, of the layers. scalars: of the twin's rule.
   """
 
   def __init__(self, problem: Problem, prefix: tuple):
     """Raises ValueError for a model without stacked layers."""
     assert problem.twin is not None
-    self.problem, self.twin, self.prefix = problem, problem.twin, prefix
+    self.problem, self.twin, self.prefix, depth = problem, problem.twin, prefix, len(prefix)
     twin, state, (graphdef, params, rest) = problem.twin, problem.state, problem.model
     self.plain = nnx.merge(graphdef, params, rest)
-    depth = len(prefix)
     inside = [path[depth:] for path, _ in nnx.to_flat_state(params) if path[:depth] == prefix]
     trained = nnx.filterlib.PathIn(*inside)
     self.graphdef, self.params, self.rest = nnx.split(submodule(self.plain, prefix), trained, ...)
@@ -110,15 +106,15 @@ class SavedVjp:
   """The VJP of `function(*arguments)`, a pytree of arrays, in two halves that may run in different loops.
 
   `jax.vjp` separates residuals that are arguments (`args_res`) from computed ones (`opaque_residuals`); only the latter
-  must be stored. The backward half gets the arguments again. An argument that the value does not depend on, such as a
-  direction, may then differ from that of the forward half.
-  `forward` must be traced before `backward`; each may be traced several times, with arguments of the same shapes. A
+  must be stored. The backward half gets the arguments again; one that the value does not depend on, such as a
+  direction, may then differ. `forward` must be traced before `backward`, each with arguments of the same shapes. A
   jax.checkpoint around `function` decides what is saved.
   """
 
+  _pull: Any = None
+
   def __init__(self, function: Callable):
     self._function = function
-    self._pull: Any = None
 
   def forward(self, *arguments):
     """(value, saved): `saved` is a list of arrays."""
@@ -131,11 +127,10 @@ class SavedVjp:
 
 
 def pull_in_order(function: Callable, arguments: tuple, cotangent):
-  """Cotangents of the arguments of `function`, by a backward pass that holds little at a time.
+  """`jax.vjp(function, *arguments)[1](cotangent)`, inside `autodiff.gradients_in_order`.
 
-  Equals `jax.vjp(function, *arguments)[1](cotangent)`, inside `autodiff.gradients_in_order`. The statistics of the
-  forward pass (log-sum-exps, inverse norms) are computed before the backward pass starts. Otherwise the TPU compiler
-  would keep their inputs, which may be 100 times as large.
+  The statistics of the forward pass (log-sum-exps, inverse norms) are computed before the backward pass starts.
+  Otherwise the TPU compiler would keep their inputs, which may be 100 times as large.
   """
   vjp = SavedVjp(function)
   _, saved = vjp.forward(*arguments)
@@ -181,7 +176,7 @@ class Rows:
 
 
 def apply(graphdef: nnx.GraphDef, params, ghost, x, rest, inputs, key):
-  """A layer, plain or probed, of `Rows.arguments`."""
+  """A layer, plain or probed. The arguments after the graph: see `Rows.arguments`."""
   return nnx.merge(graphdef, params, *ghost, rest)(x, *inputs, key)
 
 
@@ -195,8 +190,7 @@ def validation_back(batches: Pair, cotangents: tuple, kept_K: tuple, layer):
 def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, layer):
   """(cotangent of the layer's input, {grads, probes, sums, captured[, validation]}). made: of `Layers.directions`."""
   layers, (params, _, index) = rows.layers, layer
-  state = layer_state(layers, index)
-  against = layers.against(gradients, index)
+  state, against = layer_state(layers, index), layers.against(gradients, index)
   parts, captured = made or layers.directions(against, state)
   arguments = rows.arguments(kept.x, layer, (layers.probes, direction_state(layers.inner, parts)))
   grads, (probes, _), cotangent, *_ = rows.pull(kept, cotangent, arguments)
@@ -205,16 +199,15 @@ def training_back(rows: Rows, cotangent, kept: Kept, gradients: tuple, made, lay
   if layers.problem.secant:
     out["validation"] = gradients
     against = [*against, *(layers.labelled(g) for g in gradients)]
-  sums = ledger_sums(layers, layers.inner, layers.labelled(params), layers.labelled(grads), against, state, parts)
-  return cotangent, out | {"sums": sums}
+  labelled = layers.labelled(params), layers.labelled(grads)
+  return cotangent, out | {"sums": ledger_sums(layers, layers.inner, *labelled, against, state, parts)}
 
 
 def layer_state(layers: Layers, index) -> RuleState | None:
   """The optimizer's state of one layer, on the device."""
-  if layers.state is None:
+  if (state := layers.state) is None:
     return None
-  arrays = jax.tree.map(lambda x: _cut(x, index), layers.state.arrays)
-  return dataclasses.replace(layers.state, arrays=arrays)
+  return dataclasses.replace(state, arrays=jax.tree.map(lambda x: _cut(x, index), state.arrays))
 
 
 def _cut(stacked, index):
@@ -224,8 +217,7 @@ def _cut(stacked, index):
 
 
 def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.State) -> RuleState | None:
-  """`layer_state`, each array cut from the device's stack only after its parameter's probe is computed. Arrays fetched
-  from the host are reused."""
+  """`layer_state`, but arrays on the device are cut from their stack only after their parameter's probe is computed."""
   if layers.state is None or state is None:
     return None
   there = dict(nnx.to_flat_state(probes))
@@ -253,9 +245,8 @@ def ledger_sums(layers: Layers, scored, params: dict, grads: dict, gradients, st
 
 def submodule(model: nnx.Module, path: tuple) -> nnx.Module:
   """The module at `path`; raises ValueError if there is none."""
-  node = model
   for name in path:
-    if not hasattr(node, str(name)):
+    if not hasattr(model, str(name)):
       raise ValueError(f"the model has no stacked layers at {slash_path(path)}; set scan_layers=true")
-    node = getattr(node, str(name))
-  return node
+    model = getattr(model, str(name))
+  return model

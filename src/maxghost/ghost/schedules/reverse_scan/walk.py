@@ -1,13 +1,10 @@
 """Schedule 'reverse_scan': one backward walk over the stacked layers that gives direction, gradient and scores of each.
 
 The validation VJP of a layer gives its validation gradient G_l, which becomes its direction. Its training VJP then
-gives cotangent, parameter gradient and scores against that direction, and G_l is dropped. The whole direction never
-exists at once, and streamed weights are fetched once for both VJPs.
+gives cotangent, parameter gradient and scores against that direction, and G_l is dropped.
 
 Without segments the forward passes save arrays of every layer by the remat policy. With segments they save the input of
 every segment, from which the walk recomputes the layers' inputs.
-
-K validation sets, n examples, L layers.
 """
 
 import functools
@@ -33,9 +30,8 @@ def run(problem: Problem) -> Scored:
   """The walk; scores equal those of 'two_pass', also for tied tables. Raises ValueError without stages or a stack."""
   loss, val_losses, batch, state = problem.loss, problem.val_losses, problem.batch, problem.state
   if not isinstance(loss, StagedLoss) or not all(isinstance(one, StagedLoss) for one in val_losses):
-    raise ValueError(
-      "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); use two_pass for other losses"
-    )
+    fix = "use two_pass for other losses"
+    raise ValueError(f"ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); {fix}")
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
@@ -52,10 +48,8 @@ def run(problem: Problem) -> Scored:
   beside, cotangent = part(cotangent)
   below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
   found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
-  outer_gradients = [
-    jax.tree.map(jnp.add, g, _embed(rows, ct)[0])
-    for (g, *_), rows, ct in zip(head_gradients, vals, cotangents.val, strict=True)
-  ]
+  pieces = zip(head_gradients, vals, cotangents.val, strict=True)
+  outer_gradients = [jax.tree.map(jnp.add, g, _embed(rows, ct)[0]) for (g, *_), rows, ct in pieces]
   against = extrapolated(problem.secant, [by_label(g) for g in outer_gradients])
   parts, shares = direction_parts(layers.outer, against, state, layers.scalars)
   embedded = cotangents.train if beside is None else jax.tree.map(jnp.add, cotangents.train, beside)
@@ -63,16 +57,15 @@ def run(problem: Problem) -> Scored:
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
-  scores, facts = twin.scores(probe_grads)
-  passed = TrainPass(value, losses, weights, grads, scores, facts, metrics)
-  params_now, grads_now = by_label(layers.outer_params), by_label(outer_grads)
+  passed = TrainPass(value, losses, weights, grads, *twin.scores(probe_grads), metrics)
   val_losses, shares = jnp.stack([value for value, *_ in val_heads]), found["captured"] | shares
   validation = None
   if problem.secant:
     against += [by_label(g) for g in outer_gradients]
     whole = [layers.join(*pair) for pair in zip(found["validation"], outer_gradients, strict=True)]
     validation = Validation(val_losses, whole)
-  outer = layer_lib.ledger_sums(layers, layers.outer, params_now, grads_now, against, state, parts)
+  labelled = by_label(layers.outer_params), by_label(outer_grads)
+  outer = layer_lib.ledger_sums(layers, layers.outer, *labelled, against, state, parts)
   sums = {name: found["sums"][name].sum(0) + outer[name] for name in outer}
   rest = {"sums": sums or None, "used": sums.get("used"), "validation": validation}
   return scored_by_rules(twin, passed, val_losses, shares, **rest)
@@ -86,12 +79,10 @@ def _forward(rows: Rows):
   layers, vjp, ghost = rows.layers, rows.vjp, ()
   # The directions are not known yet; the forward pass does not depend on them.
   model = layers.probed if rows.probed else layers.plain
-  embedded = rows.loss.embed(model, rows.batch)
-  links = _links(model)
+  embedded, links = rows.loss.embed(model, rows.batch), _links(model)
   if vjp is None:
-    lengths = layers.problem.settings.segment_lengths
     keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
-    kept, x = inputs(rows, embedded, layers.stacked(), lengths, keep)
+    kept, x = inputs(rows, embedded, layers.stacked(), layers.problem.settings.segment_lengths, keep)
   else:
     if rows.probed:
       one = [layers.labelled(jax.tree.map(lambda x: x[0], layers.params))] * layers.twin.num_sets
@@ -137,11 +128,8 @@ def _embed(rows: Rows, cotangent, link_cotangents: dict | None = None, parts: di
 
 def _links(model) -> dict:
   """{module path: arrays} that linked tables pass to their second use."""
-  return {
-    path: tuple(v[...] for v in link)
-    for path, node in nnx.iter_graph(model)
-    if isinstance(node, nnx.Module) and (link := getattr(node, "ghost_link", None)) is not None
-  }
+  linked = [(path, node) for path, node in nnx.iter_graph(model) if hasattr(node, "ghost_link")]
+  return {path: tuple(v[...] for v in node.ghost_link) for path, node in linked}
 
 
 def inputs(rows: Rows, x, scanned, segment_lengths: tuple, keep=lambda x: x):
