@@ -14,8 +14,7 @@ from maxghost.models import autodiff
 def token_losses(logits_BTV, targets_BT, z_loss_multiplier: float = 0.0) -> Any:
   """Cross-entropy of each position in nats, plus z_loss_multiplier * logsumexp**2. Returns [B, T] in logits' dtype.
 
-  The backward pass is written by hand: it fuses into one pass, while the transpose of a gather is a scatter, which is
-  slow on every backend.
+  The backward pass, by hand, fuses into one pass; the transpose of a gather is a scatter, which is slow everywhere.
   """
   return _token_losses(logits_BTV, targets_BT, z_loss_multiplier)
 
@@ -28,9 +27,8 @@ def _token_losses_fwd(logits_BTV, targets_BT, z_loss):
 
 
 def _token_losses_bwd(z_loss, residuals, g_BT):
-  logits_BTV, targets_BT, log_sum_BT = residuals
-  d_logits_BTV = d_logits_of(logits_BTV, targets_BT, log_sum_BT, g_BT, z_loss)
-  return d_logits_BTV.astype(logits_BTV.dtype), autodiff.no_cotangent(targets_BT)
+  logits_BTV, targets_BT, _ = residuals
+  return d_logits_of(*residuals, g_BT, z_loss).astype(logits_BTV.dtype), autodiff.no_cotangent(targets_BT)
 
 
 _token_losses = autodiff.with_backward(_token_losses_fwd, _token_losses_bwd, nondiff_argnums=(2,))
@@ -41,7 +39,6 @@ def label_of(logits, targets):
 
 
 def loss_of(log_sum, label, z_loss: float):
-  """The loss from the log-sum-exp and the label's logit."""
   return log_sum - label + z_loss * log_sum**2 if z_loss else log_sum - label
 
 

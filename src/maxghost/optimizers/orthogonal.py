@@ -18,20 +18,20 @@ def balanced(x, y):
   Shampoo, whose step from rest has the powers -1/4 of G Gᵀ and of Gᵀ G (Gupta et al., arXiv:1802.09568).
   """
   if x.shape[-2] > x.shape[-1]:
-    return _transposed(balanced(_transposed(x), _transposed(y)))
+    return balanced(x.mT, y.mT).mT
   c0, c1, c2 = COEFFICIENTS
   one = jnp.broadcast_to(jnp.eye(x.shape[-2], dtype=x.dtype), (*x.shape[:-1], x.shape[-2]))
 
   def iteration(_, state):
     x, y = state
-    a = x @ _transposed(x)
+    a = x @ x.mT
     bend = c1 * one + c2 * a
     p = c0 * one + a @ bend
     root, _ = _repeat(_ROOT_STEPS, _root_step, (p / c0, one))
     inverse = _repeat(_INVERSE_STEPS, lambda z: z @ (2 * one - (root + one) @ z), 0.58 * one)  # of root + 1
     rest = bend @ inverse / c0  # sqrt(p(Xᵀ X) / c0) = 1 + Xᵀ rest X, without that larger matrix
     y = jax.vmap(lambda y: root @ y)(c0 * y)
-    return p @ x, y + jax.vmap(lambda y: y @ _transposed(x) @ rest @ x)(y)
+    return p @ x, y + jax.vmap(lambda y: y @ x.mT @ rest @ x)(y)
 
   with jax.default_matmul_precision("highest"):
     return jax.lax.fori_loop(0, STEPS, iteration, (x, y))[1]
@@ -46,7 +46,3 @@ def _root_step(state):
 
 def _repeat(count: int, function, state):
   return jax.lax.fori_loop(0, count, lambda _, state: function(state), state)
-
-
-def _transposed(x):
-  return jnp.swapaxes(x, -1, -2)
