@@ -64,7 +64,8 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
   if not found:
     raise ConfigError(f"{log.run_dir}: none of its answers has a score, or no step had an answer with an advantage")
   steps, prompts, texts, *values = zip(*found, strict=True)
-  return WhatIf(np.array(steps), list(prompts), list(texts), *np.array(values, np.float64).reshape(3, 2, -1), idle)
+  rewarded, advanced, moved = np.array(values, np.float64).reshape(3, 2, -1)
+  return WhatIf(np.array(steps), list(prompts), list(texts), rewarded, advanced, moved, idle)
 
 
 def show(found: WhatIf, asked: str, val_set: str) -> list[str]:

@@ -76,8 +76,7 @@ class Generator:
   ) -> Iterator[Progress]:  # fmt: skip
     """As `generate`, with a Progress after the first token and after every `every` tokens.
 
-    state: of the model, as `nnx.split` gives it. keys_B: a random key for each row, in place of those that `seed`
-    gives. Raises ValueError for an empty prompt, or one that does not fit.
+    state: of `nnx.split`. keys_B: keys of the rows, in place of `seed`. Raises ValueError for an empty or long prompt.
     """
     tokens_BT, lengths_B = jax.device_put(self._pad(prompts, num_new), self._sharding)
     self.seconds, key = Seconds(), (tokens_BT.shape, num_new)

@@ -27,8 +27,9 @@ def _token_losses_fwd(logits_BTV, targets_BT, z_loss):
 
 
 def _token_losses_bwd(z_loss, residuals, g_BT):
-  logits_BTV, targets_BT, _ = residuals
-  return d_logits_of(*residuals, g_BT, z_loss).astype(logits_BTV.dtype), autodiff.no_cotangent(targets_BT)
+  logits_BTV, targets_BT, log_sum_BT = residuals
+  d_logits_BTV = d_logits_of(logits_BTV, targets_BT, log_sum_BT, g_BT, z_loss)
+  return d_logits_BTV.astype(logits_BTV.dtype), autodiff.no_cotangent(targets_BT)
 
 
 _token_losses = autodiff.with_backward(_token_losses_fwd, _token_losses_bwd, nondiff_argnums=(2,))

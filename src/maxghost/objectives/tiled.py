@@ -105,10 +105,9 @@ def _joined(tiles_n, place: int, axis: int, length: int):
 def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
   """Cross-entropy of each position in nats plus z_loss * logsumexp**2, [B, T], float32 or wider.
 
-  Equal to `token_losses` of the whole logits.
-  x_BTD: input of the projection (after the final norm). weights_BT: expected weights of the losses, up to a common
-  factor. With tiles of tokens, the backward pass then needs no logits, but the table's gradient is held since the
-  forward pass. If the actual weights differ, the gradient is computed anew.
+  Equal to `token_losses` of the whole logits. x_BTD: input of the projection (after the final norm). weights_BT:
+  expected weights of the losses, up to a common factor. With tiles of tokens, the backward pass then needs no logits,
+  but the table's gradient is held since the forward pass. If the actual weights differ, it is computed anew.
   """
   if autodiff.in_forward_mode():
     return forward(head, x_BTD, w, targets_BT)[0]

@@ -1,7 +1,6 @@
 """Muon: the momentum of each matrix, made orthogonal, by optax.
 
-Sources: Jordan et al., kellerjordan.github.io/posts/muon (2024); for decay and `consistent_rms`, Liu et al.,
-arXiv:2502.16982.
+Sources: Jordan et al., kellerjordan.github.io/posts/muon (2024); Liu et al., arXiv:2502.16982 (decay, consistent_rms).
 
 A matrix is [I, O]; ... are axes that number matrices (experts); *stack are those of layers; K validation sets.
 """
@@ -41,8 +40,7 @@ class Muon(UpdateRule):
   root of max(1, O / I), or consistent_rms times the root of max(I, O). As in MaxText, adam_eps is added to |N|, and
   mu_dtype is that of the momentum.
 
-  All scores go along the path. matrices: the trained ones as pairs (label, Matrix), from `of_params`. nodes: of the
-  quadrature along the path.
+  All scores go along the path. matrices: pairs (label, Matrix), from `of_params`. nodes: of the path's quadrature.
   """
 
   name = "muon"

@@ -27,8 +27,9 @@ def balanced(x, y):
     a = x @ x.mT
     bend = c1 * one + c2 * a
     p = c0 * one + a @ bend
-    root, _ = _repeat(_ROOT_STEPS, _root_step, (p / c0, one))
-    inverse = _repeat(_INVERSE_STEPS, lambda z: z @ (2 * one - (root + one) @ z), 0.58 * one)  # of root + 1
+    root, _ = jax.lax.fori_loop(0, _ROOT_STEPS, _root_step, (p / c0, one))
+    of_root_and_one = lambda _, z: z @ (2 * one - (root + one) @ z)  # noqa: E731
+    inverse = jax.lax.fori_loop(0, _INVERSE_STEPS, of_root_and_one, 0.58 * one)
     rest = bend @ inverse / c0  # sqrt(p(Xᵀ X) / c0) = 1 + Xᵀ rest X, without that larger matrix
     y = jax.vmap(lambda y: root @ y)(c0 * y)
     return p @ x, y + jax.vmap(lambda y: y @ x.mT @ rest @ x)(y)
@@ -37,12 +38,8 @@ def balanced(x, y):
     return jax.lax.fori_loop(0, STEPS, iteration, (x, y))[1]
 
 
-def _root_step(state):
+def _root_step(_, state):
   """Of Denman and Beavers' iteration in its form without inverses: (p, 1) -> (sqrt(p), its inverse)."""
   root, inverse = state
   middle = (3 * jnp.broadcast_to(jnp.eye(root.shape[-1], dtype=root.dtype), root.shape) - inverse @ root) / 2
   return root @ middle, middle @ inverse
-
-
-def _repeat(count: int, function, state):
-  return jax.lax.fori_loop(0, count, lambda _, state: function(state), state)

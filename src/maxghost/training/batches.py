@@ -101,7 +101,6 @@ class ValidationRows:
     return bool(self._sets) and step % self._every == 0
 
   def is_scored(self, step: int) -> bool:
-    """Whether the step scores its documents (every `ghost_every` steps)."""
     return bool(self._sets) and step % self._ghost.ghost_every == 0
 
   def closes(self, step: int) -> bool:

@@ -69,7 +69,7 @@ class Rollouts:
     numbers = np.arange(len(drawn.batch.document_BS)).repeat(self._keys.num_generations)
     generation_B = np.arange(len(numbers)) % self._keys.num_generations
     ids_P, prompts_P, columns_P = self._prompts(drawn.batch)
-    ids_B, prompts_B = ([values[i] for i in numbers] for values in (ids_P, prompts_P))
+    ids_B, prompts_B = [ids_P[i] for i in numbers], [prompts_P[i] for i in numbers]
     identity_B4 = np.stack(
       [np.full(len(numbers), step), drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers], generation_B], 1
     )
