@@ -36,16 +36,13 @@ def _report_unraisable(unraisable, before=sys.unraisablehook) -> None:
 
 def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
   existing = run_directory.inspect(cfg)
-  if existing.completed_steps == cfg.run.steps:
-    print(f"{existing.path} is complete: {existing.completed_steps} steps.")
-    print(f"To train longer, set steps={2 * existing.completed_steps}")
+  if (done := existing.completed_steps) == cfg.run.steps:
+    print(f"{existing.path} is complete: {done} steps.\nTo train longer, set steps={2 * done}")
     print(f"Report: python -m maxghost.report {existing.path}")
     return 0
   if not existing.is_new and not cfg.checkpoint.checkpoint_period:
-    raise ConfigError(
-      f"checkpoint_period=0: {existing.path} holds an unfinished run, which would be overwritten; "
-      "choose another run_name"
-    )
+    lost = f"{existing.path} holds an unfinished run, which would be overwritten"
+    raise ConfigError(f"checkpoint_period=0: {lost}; choose another run_name")
   from maxghost import load_model, trackers
   from maxghost.data import build, teacher_logits
 
@@ -112,11 +109,10 @@ def _train(
       # JAX counts from its last heartbeat, one in every half of this time, so that it may end the run after that half.
       seconds = 0.3 * cfg.parallel.jax_distributed_timeouts[1]
       threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
-    own, seed = plan.own, cfg.run.data_shuffle_seed
-    source, tokenizer = corpus
+    (source, tokenizer), own, batch_size = corpus, plan.own, devices.data_rows(cfg, plan.rows)
     dataset = data.make_dataset(
-      source, cfg.data, seed, own.num_shards, own.shard, tokenizer=tokenizer, records=cfg.records,
-      batch_size=devices.data_rows(cfg, plan.rows),
+      source, cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=tokenizer, records=cfg.records,
+      batch_size=batch_size,
     )  # fmt: skip
     if cfg.data.offline_data_dir:
       teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)

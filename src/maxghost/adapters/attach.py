@@ -6,8 +6,10 @@ an adapter's are `.../query/lora/a` and `.../query/lora/b`. Those of experts `..
 """
 
 import re
+import zlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -45,7 +47,8 @@ def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
   for label, (module, name, by_default) in layers.items():
     if by_default if wanted is None else wanted.fullmatch(label):
       found.append(label)
-      (_adapt_experts if name else _adapt)(module, name, label, cfg, lora.key_of(seed, label))
+      key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(label.encode()))
+      (_adapt_experts if name else _adapt)(module, name, label, cfg, key)
   if not found:
     known = ", ".join(layers) or "none"
     raise ConfigError(f"lora_module_path='{cfg.lora_module_path}' matches no layer that can have an adapter: {known}")
@@ -113,7 +116,6 @@ def _adapt_experts(module: RoutedMoe, name: str, label: str, cfg: AdapterConfig,
     given = f"lora_dropout={cfg.lora_dropout}" if cfg.lora_dropout else "sparse_matmul=false"
     way = "use lora_dropout=0.0 and sparse_matmul=true, or leave it out of lora_module_path"
     raise ConfigError(f"{given} does not go with an adapter of experts ({label}); {way}")
-  a, b = lora.params(cfg, key, getattr(module, name), 1, 1)
-  setattr(module, f"{name}_lora_a", a)
-  setattr(module, f"{name}_lora_b", b)
+  for part, param in zip("ab", lora.params(cfg, key, getattr(module, name), 1, 1), strict=True):
+    setattr(module, f"{name}_lora_{part}", param)
   module.lora_scale = lora.scale(cfg)

@@ -7,7 +7,6 @@ d inputs of the dense layer, over all of its input axes *I; *O output axes; r ra
 
 import functools
 import math
-import zlib
 from typing import Any
 
 import jax
@@ -84,7 +83,7 @@ def einsum_order(einsum_str: str) -> tuple[tuple[int, ...], tuple[int, ...], int
   x, kernel = inputs.split(",")
   contracted = [letter for letter in kernel if letter in x and letter not in out]
   outputs = [letter for letter in kernel if letter not in x]
-  if "." in einsum_str or kernel != "".join([*contracted, *outputs]) or not contracted or not outputs:
+  if "." in einsum_str or [*kernel] != [*contracted, *outputs] or not contracted or not outputs:
     needed = "its kernel must have the contracted axes first, then those of the output alone"
     raise ValueError(f"Einsum '{einsum_str}' takes no adapter: {needed}")
   rest = [letter for letter in x if letter not in contracted]
@@ -98,8 +97,3 @@ def dropped(x, rate: float):
   if not rate or keys is None:
     return x
   return jnp.where(jax.random.bernoulli(next(keys), 1 - rate, x.shape), x / (1 - rate), jnp.zeros((), x.dtype))
-
-
-def key_of(seed: int, label: str):
-  """The random key of an adapter's initial values. label: path of its layer."""
-  return jax.random.fold_in(jax.random.key(seed), zlib.crc32(label.encode()))

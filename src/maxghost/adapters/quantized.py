@@ -3,8 +3,7 @@
 A matrix [d, p] is cut into blocks of t inputs of one output, each with its largest size m; t is 64, or the largest
 smaller power of two that divides d. int8: the nearest multiple of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the
 nearest of 16 quantiles of the normal distribution, times m; two codes in a byte. m itself is kept as its mean over the
-matrix plus a multiple of s / 127 in 8 bits, s the largest difference in a block of 256 outputs (or of the largest power
-of two that divides p).
+matrix plus a multiple of s / 127 in 8 bits, s the largest difference in a block of gcd(256, p) outputs.
 
 *stack layer axes; d inputs over all input axes; *O output axes; p outputs in all. E experts, R rows of tokens.
 """
@@ -48,7 +47,7 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
   wide = jnp.promote_types(kernel.dtype, jnp.float32)
   blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
   sizes = jnp.abs(blocks).max(-2)
-  share = blocks / _nonzero(sizes)[..., None, :]
+  share = blocks / jnp.where(sizes == 0, 1, sizes)[..., None, :]
   if qtype == "int8":
     return {"codes": jnp.round(share * _STEPS).astype(jnp.int8).reshape(*stack, -1, *outputs), "sizes": sizes}
   index = jnp.zeros(share.shape, jnp.uint8)
@@ -58,13 +57,9 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
   mean = sizes.mean((-2, -1), keepdims=True)
   rest = (sizes - mean).reshape(*sizes.shape[:-1], -1, math.gcd(_BLOCK, sizes.shape[-1]))
   scale = jnp.abs(rest).max(-1)
-  rest = jnp.round(rest / _nonzero(scale)[..., None] * _STEPS).astype(jnp.int8).reshape(sizes.shape)
+  rest = jnp.round(rest / jnp.where(scale == 0, 1, scale)[..., None] * _STEPS).astype(jnp.int8).reshape(sizes.shape)
   codes = (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).reshape(*stack, -1, *outputs)
   return {"codes": codes, "sizes": rest, "size_scales": scale, "size_means": mean}
-
-
-def _nonzero(x):
-  return jnp.where(x == 0, 1, x)
 
 
 def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
@@ -144,10 +139,7 @@ class QuantizedMoe(RoutedMoe):
 
 
 def quantize_layer(layer: Any, label: str, qtype: str) -> None:
-  """Puts the parts in place of the kernel of a dense layer, with or without an adapter.
-
-  Raises ConfigError for another layer, or an odd number of inputs.
-  """
+  """Puts the parts in place of a dense layer's kernel. Raises ConfigError for another layer, or odd inputs."""
   plain, has_adapter = nnx.LinearGeneral, hasattr(layer, "lora")
   if type(layer) is not (adapted(plain) if has_adapter else plain):
     raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
@@ -170,10 +162,9 @@ def _replace(layer: Any, name: str, label: str, qtype: str, in_axes: int, out_ax
   if (inputs := math.prod(kernel.shape[depth : depth + in_axes])) % 2:
     raise ConfigError(f"lora_weight_qtype={qtype}: {label} has {inputs} inputs, of which no two make a pair")
   for part, x in quantize(kernel[...], qtype, depth, in_axes).items():
-    variable = Frozen(x)
+    setattr(layer, prefix + part, variable := Frozen(x))
     if axes is not None:
       whole = (*axes[: depth + 1], *axes[depth + in_axes :])
       variable.set_metadata(axes=whole if part == "codes" else (*axes[:depth], None, None))
-    setattr(layer, prefix + part, variable)
   delattr(layer, name)
   layer.qtype = qtype

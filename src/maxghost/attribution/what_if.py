@@ -3,8 +3,7 @@
 The contribution of an answer is its advantage times a score per unit of advantage, since the loss of an answer is
 linear in its advantage. Advantages of another reward, estimator or filter therefore give the first-order effect of the
 steps that would have been taken, with the direction, the learning rate and clipping of the real ones. A token whose
-probability ratio was clipped (num_iterations > 1) counts as it did. A step in which no answer had an advantage has no
-direction, and is left out.
+ratio was clipped (num_iterations > 1) counts as it did. A step without any advantage has no direction, and is left out.
 
 P prompts, G answers to each, N answers of the log.
 """
@@ -53,10 +52,9 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
   names = log.val_sets
   if val_set and val_set not in names:
     raise ConfigError(f"--set {val_set}: unknown{did_you_mean(val_set, names)}; sets are {', '.join(names)}")
-  k, score_of = names.index(val_set or names[0]), {}
-  columns = (log[name] for name in ("step", "domain", "path", "offset", "epoch", "chunk"))
-  for *key, value in zip(*(column.tolist() for column in columns), log["contribution"][:, k].tolist(), strict=True):
-    score_of[tuple(key)] = value
+  columns = [log[name].tolist() for name in ("step", "domain", "path", "offset", "epoch", "chunk")]
+  contribution = log["contribution"][:, names.index(val_set or names[0])].tolist()
+  score_of = dict(zip(zip(*columns, strict=True), contribution, strict=True))
   found, idle = [], 0
   for record in _records(log.run_dir / FILE):
     if any(answer["advantage"] for prompt in record["prompts"] for answer in prompt["answers"]):
@@ -66,8 +64,7 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
   if not found:
     raise ConfigError(f"{log.run_dir}: none of its answers has a score, or no step had an answer with an advantage")
   steps, prompts, texts, *values = zip(*found, strict=True)
-  reward, reward2, advantage, advantage2, then, now = np.array(values, np.float64)
-  rewarded, advanced, moved = (np.stack(pair) for pair in ((reward, reward2), (advantage, advantage2), (then, now)))
+  rewarded, advanced, moved = np.array(values, np.float64).reshape(3, 2, -1)
   return WhatIf(np.array(steps), list(prompts), list(texts), rewarded, advanced, moved, idle)
 
 
@@ -76,7 +73,7 @@ def show(found: WhatIf, asked: str, val_set: str) -> list[str]:
   then, now = found.contribution_2N.sum(1)
   idle = found.advantage_2N[0] == 0
   lines = [
-    f"what if {asked}: {len(found.texts):,} answers in {len(set(found.steps_N.tolist())):,} steps",
+    f"what if {asked}: {len(found.texts):,} answers in {len(np.unique(found.steps_N)):,} steps",
     f"examples' part of the drop of the loss of '{val_set}': {number(now, plus=True)} nats, as trained "
     f"{number(then, plus=True)} (first order, with the directions of the steps that were taken)",
     f"of {idle.sum():,} answers without an advantage, {(idle & (found.advantage_2N[1] != 0)).sum():,} would have one",
@@ -102,9 +99,8 @@ def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
       "scale with the advantage; train with grpo_beta=0.0"
     )
   given = {name: value for name, _, value in (part.partition("=") for part in asked.split(","))}
-  for name in given:
-    if name not in ("reward", "scale_rewards"):
-      raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(SCALES)}, or both")
+  if given.keys() - {"reward", "scale_rewards"}:
+    raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(SCALES)}, or both")
   scale = given.get("scale_rewards", cfg.rollout.scale_rewards)
   if scale not in SCALES:
     raise ConfigError(f"--what-if scale_rewards={scale}: use one of {', '.join(SCALES)}")
@@ -124,8 +120,7 @@ def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) ->
   """(step, prompt, answer, rewards, advantages and contributions then and now) of the scored answers of a sampling."""
   prompts, size = record["prompts"], len(record["prompts"][0]["answers"])
   pairs = [(prompt, number, answer) for prompt in prompts for number, answer in enumerate(prompt["answers"])]
-  then_N = np.array([answer["reward"] for *_, answer in pairs])
-  now_N = then_N
+  now_N = then_N = np.array([answer["reward"] for *_, answer in pairs])
   if function is not None:
     names = [name for name in prompts[0] if name not in ("document", "epoch", "prompt", "answers")]
     columns = {name: [prompt[name] for prompt, *_ in pairs] for name in names}
@@ -136,15 +131,11 @@ def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) ->
       raise ConfigError(str(error)) from error
     now_N = rewards.combined(judged)
   advantage_N, found = rewards.advantages(now_N, size, scale), []
-  for i, (prompt, number_, answer) in enumerate(pairs):
+  for (prompt, number_, answer), then, now, advantage in zip(pairs, then_N, now_N, advantage_N, strict=True):
     used = answer["advantage"] or rewards.UNTAUGHT
+    texts_and_values = prompt["prompt"], answer["text"], then, now, answer["advantage"], advantage
     for step in range(record["step"], record["step"] + cfg.rollout.num_iterations):
       score = score_of.get((step, *prompt["document"], prompt["epoch"], number_))
       if score is not None:
-        found.append(
-          (
-            step, prompt["prompt"], answer["text"], then_N[i], now_N[i], answer["advantage"], advantage_N[i], score,
-            score / used * advantage_N[i],
-          )
-        )  # fmt: skip
+        found.append((step, *texts_and_values, score, score / used * advantage))
   return found

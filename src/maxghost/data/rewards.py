@@ -2,8 +2,7 @@
 
 A reward function is called as f(prompts=..., completions=..., **columns) with lists of equal length: the texts of the
 prompts and of the answers without their end token, and a list for every column of the records (`completion`, the gold
-answer, where the records have it, and document_fields). It returns a number for each answer, or None for one that it
-does not judge.
+answer, if there is one, and document_fields). It returns a number for each answer, or None if it does not judge it.
 
 P prompts, G answers to each, B = P G rows, F functions.
 """
@@ -35,10 +34,8 @@ class RolloutError(RuntimeError):
 
 def arithmetic(completions: Sequence[str], completion: Sequence[str], **_: Any) -> list[float]:
   """1 where the last number of the answer is that of the gold answer (the column `completion`), else 0."""
-  return [
-    float(_last(answer) is not None and _last(answer) == _last(gold))
-    for answer, gold in zip(completions, completion, strict=True)
-  ]
+  pairs = zip(map(_last, completions), map(_last, completion), strict=True)
+  return [float(answer is not None and answer == gold) for answer, gold in pairs]
 
 
 def python_parses(completions: Sequence[str], **_: Any) -> list[float]:
@@ -74,11 +71,11 @@ def register(function: Reward) -> Reward:
 def load(name: str) -> Reward:
   """A registered function, or that of FILE.py:FUNCTION or MODULE:FUNCTION. Raises ConfigError."""
   place, _, function = name.rpartition(":")
-  if not place:
-    if name not in REWARDS:
-      hint = did_you_mean(name, REWARDS)
-      raise ConfigError(f"reward_functions={name}: use {', '.join(REWARDS)}, or FILE.py:FUNCTION{hint}")
+  if not place and name in REWARDS:
     return REWARDS[name]
+  if not place:
+    known = f"{', '.join(REWARDS)}, or FILE.py:FUNCTION{did_you_mean(name, REWARDS)}"
+    raise ConfigError(f"reward_functions={name}: use {known}")
   try:
     if place.endswith(".py"):
       spec = importlib.util.spec_from_file_location(f"maxghost_reward_{Path(place).stem}", place)
@@ -111,9 +108,8 @@ def judge(
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):
       if value is not None and not (isinstance(value, int | float | np.number) and math.isfinite(value)):
-        raise RolloutError(
-          f"reward {name} is {value!r}, no finite number and not None; {_shown(prompts, completions, i)}"
-        )
+        where = _shown(prompts, completions, i)
+        raise RolloutError(f"reward {name} is {value!r}, no finite number and not None; {where}")
     found[name] = np.array([math.nan if value is None else float(value) for value in given])
   return found
 
@@ -128,10 +124,8 @@ def advantages(reward_B: np.ndarray, num_generations: int, scale: str) -> np.nda
   """[B]: (r - mean of the group) / (s + 1e-4), with s the standard deviation (of n - 1) that `scale` names."""
   groups_PG = np.asarray(reward_B, np.float64).reshape(-1, num_generations)
   above_PG = groups_PG - groups_PG.mean(1, keepdims=True)
-  if scale == "group":
-    above_PG = above_PG / (groups_PG.std(1, ddof=1, keepdims=True) + EPSILON)
-  elif scale == "batch":
-    above_PG = above_PG / (groups_PG.std(ddof=1) + EPSILON)
+  if scale != "none":
+    above_PG /= groups_PG.std(1 if scale == "group" else None, ddof=1, keepdims=True) + EPSILON
   return above_PG.reshape(-1)
 
 

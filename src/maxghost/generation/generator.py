@@ -50,22 +50,15 @@ class Generator:
   """Compiled generation with one model. stop_ids: tokens that end a row. cache_size: most positions of a row, prompt
   and continuation together. sharding: of the rows, over devices that hold parts of them; None: each holds all.
 
-  The model's state is an argument of every call, so a training run can use one Generator from step to step.
-  seconds: of the last call.
+  The model's state is an argument of every call, so a run can use one Generator. seconds: of the last call.
   """
 
   def __init__(
-    self,
-    graphdef: nnx.GraphDef,
-    cache_size: int,
-    *,
-    sampling: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
+    self, graphdef: nnx.GraphDef, cache_size: int, *, sampling: Sampling | None = None, stop_ids: Sequence[int] = (),
     sharding: jax.sharding.Sharding | None = None,
-  ):
+  ):  # fmt: skip
     self._graphdef, self._cache_size, self._sharding = graphdef, cache_size, sharding
-    self._sampling = sampling or Sampling()
-    self._stop_ids = tuple(sorted(set(stop_ids)))
+    self._sampling, self._stop_ids = sampling or Sampling(), np.unique(np.array(stop_ids, np.int32))
     self._start = jax.jit(self._read_prompts, static_argnums=4)
     self._advance = jax.jit(self._add_tokens, donate_argnums=1)
     self._compiled: dict[tuple, Callable] = {}
@@ -78,29 +71,20 @@ class Generator:
     return list(self.stream(state, prompts, num_new, every=num_new, seed=seed, keys_B=keys_B))[-1]
 
   def stream(
-    self,
-    state: nnx.State,
-    prompts: Sequence[Sequence[int]],
-    num_new: int,
-    *,
-    every: int = 8,
-    seed: int = 0,
+    self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, every: int = 8, seed: int = 0,
     keys_B: Any = None,
-  ) -> Iterator[Progress]:
+  ) -> Iterator[Progress]:  # fmt: skip
     """As `generate`, with a Progress after the first token and after every `every` tokens.
 
-    state: of the model, as `nnx.split` gives it. keys_B: a random key for each row, in place of those that `seed`
-    gives. Raises ValueError for an empty prompt, or one that does not fit.
+    state: of `nnx.split`. keys_B: keys of the rows, in place of `seed`. Raises ValueError for an empty or long prompt.
     """
     tokens_BT, lengths_B = jax.device_put(self._pad(prompts, num_new), self._sharding)
-    self.seconds = Seconds()
-    key = (tokens_BT.shape, num_new)
+    self.seconds, key = Seconds(), (tokens_BT.shape, num_new)
     keys_B = jax.random.split(jax.random.key(seed), len(prompts)) if keys_B is None else keys_B
     arguments = (state, tokens_BT, lengths_B, keys_B)
     start = self._compile(("start", *key), self._start, *arguments, num_new)
     begin = time.perf_counter()
-    loop = start(*arguments)
-    progress = _progress(loop)
+    progress = _progress(loop := start(*arguments))
     self.seconds.prompt = time.perf_counter() - begin
     yield progress
     count = 1
@@ -108,8 +92,7 @@ class Generator:
       until = jnp.int32(min(count + every, num_new))
       advance = self._compile(("advance", *key), self._advance, state, loop, until)
       begin = time.perf_counter()
-      loop = advance(state, loop, until)
-      progress = _progress(loop)
+      progress = _progress(loop := advance(state, loop, until))
       self.seconds.loop += time.perf_counter() - begin
       self.seconds.steps += int(progress.counts_B.max()) - count
       count = int(until)
@@ -151,7 +134,7 @@ class Generator:
       "ids_BN": jnp.zeros((batch, num_new), jnp.int32).at[:, 0].set(token_B),
       "logps_BN": jnp.zeros((batch, num_new), jnp.float32).at[:, 0].set(logp_B),
       "counts_B": jnp.ones(batch, jnp.int32),
-      "done_B": self._stops(token_B),
+      "done_B": jnp.isin(token_B, self._stop_ids),
       "num_B": jnp.int32(1),
     }
 
@@ -165,30 +148,24 @@ class Generator:
     token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling)
     running_B = ~loop["done_B"]
     token_B, logp_B = jnp.where(running_B, token_B, 0), jnp.where(running_B, logp_B, 0)
+    put = lambda all_BN, new_B: jax.lax.dynamic_update_index_in_dim(all_BN, new_B, loop["num_B"], 1)  # noqa: E731
     return loop | {
       "kept": kept,
       "length_B": loop["length_B"] + running_B,
       "token_B": token_B,
-      "ids_BN": jax.lax.dynamic_update_index_in_dim(loop["ids_BN"], token_B, loop["num_B"], 1),
-      "logps_BN": jax.lax.dynamic_update_index_in_dim(loop["logps_BN"], logp_B, loop["num_B"], 1),
+      "ids_BN": put(loop["ids_BN"], token_B),
+      "logps_BN": put(loop["logps_BN"], logp_B),
       "counts_B": loop["counts_B"] + running_B,
-      "done_B": loop["done_B"] | self._stops(token_B),
+      "done_B": loop["done_B"] | jnp.isin(token_B, self._stop_ids),
       "num_B": loop["num_B"] + 1,
     }
-
-  def _stops(self, token_B):
-    if not self._stop_ids:
-      return jnp.zeros(token_B.shape, bool)
-    return jnp.isin(token_B, jnp.array(self._stop_ids, jnp.int32))
 
 
 def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Array, Any]:
   """(logits of each row's last token [B, V], what the caches keep) of prompts that begin at the left."""
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
-  real_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
-
+  inputs = (positions_BT, (positions_BT < lengths_B[:, None]).astype(jnp.int32))
   x = model.embed(tokens_BT, positions_BT)
-  inputs = (positions_BT, real_BT)
   hidden, kept = kv_cache.run_decoder(model.decoder, x, inputs, lambda _: kv_cache.Prompt(lengths_B, cache_size))
   last_B1D = jnp.take_along_axis(hidden.x_BTD, (lengths_B - 1)[:, None, None], axis=1)
   return model.logits(Hidden(last_B1D))[:, 0], kept
@@ -197,9 +174,8 @@ def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Arra
 def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
   """(logits behind the new token [B, V], `kept` with it). counts_B: tokens of each row before it."""
   positions_B1 = counts_B[:, None]
-
-  x = model.embed(token_B[:, None], positions_B1)
   inputs = (positions_B1, jnp.ones_like(positions_B1))
+  x = model.embed(token_B[:, None], positions_B1)
   hidden, new = kv_cache.run_decoder(model.decoder, x, inputs, lambda kept: kv_cache.Continuation(kept, counts_B), kept)
   return model.logits(hidden)[:, 0], kv_cache.append(kept, new, counts_B)
 

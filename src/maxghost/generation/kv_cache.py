@@ -27,8 +27,7 @@ class Prompt:
     self.entries: list[tuple] = []
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
-    """Attention among the prompt's own positions."""
-    size = num_slots(self._size, options.get("window"))
+    size = min(self._size, options.get("window") or self._size)
     self.entries.append(tuple(_slots(x, self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
     return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
 
@@ -58,10 +57,6 @@ class Continuation:
     return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape)
 
 
-def num_slots(size: int, window: int | None) -> int:
-  return min(size, window) if window else size
-
-
 def held_positions(counts_B, num_slots: int):
   """The position each slot holds when a row has counts_B tokens: int32 [B, S], negative where it holds none."""
   last_B1 = counts_B[:, None] - 1
@@ -79,8 +74,7 @@ def append(kept, new, counts_B):
 
     def put_row(row, kept):
       token = jnp.expand_dims(jax.lax.dynamic_slice_in_dim(new, row, 1, row_axis), -2)
-      start = [0] * row_axis + [row, 0, slots_B[row], 0]
-      return jax.lax.dynamic_update_slice(kept, token, start)
+      return jax.lax.dynamic_update_slice(kept, token, [0] * row_axis + [row, 0, slots_B[row], 0])
 
     return jax.lax.fori_loop(0, kept.shape[row_axis], put_row, kept)
 
@@ -91,8 +85,7 @@ def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Call
   """Runs hidden (the first layer's input) through the layers of a `transformer.Decoder`, each with its cache.
 
   layer_inputs: (positions_BT, segment_ids_BT). open_cache: maps a layer's part of `kept` (None at the first call) to
-  its cache. Returns (output of the last layer, entries of each layer's cache); those of stacked layers have a leading
-  layer axis.
+  its cache. Returns (output of the last layer, entries of each layer's cache, or of stacked layers with their axis).
   """
   if not decoder.scan_layers:
     entries = []
@@ -130,6 +123,6 @@ def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape:
     scores.append(jnp.broadcast_to(sinks_KG11, scores[1].shape))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_B1Hh.dtype)
   slots = k_BKSh.shape[2]
-  out_BKG1h = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
-  out_BKG1h = out_BKG1h + weights[..., slots : slots + 1] * v_BK1h[:, :, None]
+  kept_BKG1h = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
+  out_BKG1h = kept_BKG1h + weights[..., slots : slots + 1] * v_BK1h[:, :, None]
   return out_BKG1h.reshape(q_B1Hh.shape[:3] + v_B1Kh.shape[3:])

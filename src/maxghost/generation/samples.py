@@ -42,11 +42,10 @@ class Sampler:
         f"{most} positions; use a shorter prompt, or sample_every=0 and `maxghost generate` on a checkpoint"
       )
     self._stop_ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    graphdef = nnx.graphdef(adapters.create_abstract(cfg))
-    self._generator = Generator(graphdef, size, sampling=Sampling(TEMPERATURE), stop_ids=self._stop_ids)
+    model, sampling = nnx.graphdef(adapters.create_abstract(cfg)), Sampling(TEMPERATURE)
+    self._generator = Generator(model, size, sampling=sampling, stop_ids=self._stop_ids)
 
   def __call__(self, state: nnx.State) -> str:
-    """The prompt with its continuation by the model of a train state."""
     ids = self._generator.generate(state["model"], self._prompts, NUM_TOKENS).row(0)
     if len(ids) and int(ids[-1]) in self._stop_ids:
       ids = ids[:-1]

@@ -14,9 +14,7 @@ from maxghost.config import ConfigError
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
   """temperature: logits are divided by it; 0 = the likeliest token. top_k: only the k likeliest; 0 = all.
-  top_p: only the likeliest ones that together reach this probability; 1 = all. First top_k, then top_p.
-
-  Raises ConfigError for values out of their bounds.
+  top_p: of these, only the likeliest ones that together reach this probability; 1 = all. Raises ConfigError.
   """
 
   temperature: float = 0.0
@@ -24,17 +22,16 @@ class Sampling:
   top_p: float = 1.0
 
   def __post_init__(self):
-    problems = []
-    if not 0.0 <= self.temperature < float("inf"):
-      problems.append(f"temperature={self.temperature}: 0 (the likeliest token) or more")
-    if self.top_k < 0:
-      problems.append(f"top_k={self.top_k}: 0 (all tokens) or more")
-    if not 0.0 < self.top_p <= 1.0:
-      problems.append(f"top_p={self.top_p}: above 0, at most 1 (all tokens)")
-    if self.temperature == 0.0 and (self.top_k or self.top_p < 1.0):
-      problems.append(f"top_k={self.top_k} and top_p={self.top_p} have no meaning at temperature=0; set temperature=1")
-    if problems:
-      raise ConfigError(*problems)
+    temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
+    unused = f"top_k={top_k} and top_p={top_p} have no meaning at temperature=0; set temperature=1"
+    problems = {
+      f"temperature={temperature}: 0 (the likeliest token) or more": not 0.0 <= temperature < float("inf"),
+      f"top_k={top_k}: 0 (all tokens) or more": top_k < 0,
+      f"top_p={top_p}: above 0, at most 1 (all tokens)": not 0.0 < top_p <= 1.0,
+      unused: temperature == 0.0 and (top_k or top_p < 1.0),
+    }
+    if found := [text for text, is_wrong in problems.items() if is_wrong]:
+      raise ConfigError(*found)
 
 
 def choose(logits_BV, keys_B, sampling: Sampling):

@@ -8,18 +8,9 @@ from maxghost.objectives.sft import FineTuning
 from maxghost.objectives.tiled import tiled_losses
 
 __all__ = [
-  "FineTuning",
-  "LanguageModelLoss",
-  "Objective",
-  "PlainLoss",
-  "StagedLoss",
-  "as_objective",
-  "create",
-  "of_validation",
-  "register",
-  "tiled_losses",
-  "token_losses",
-]
+  "FineTuning", "LanguageModelLoss", "Objective", "PlainLoss", "StagedLoss", "as_objective", "create", "of_validation",
+  "register", "tiled_losses", "token_losses",
+]  # fmt: skip
 
 
 def register(objective: type[Objective]) -> type[Objective]:
@@ -27,14 +18,8 @@ def register(objective: type[Objective]) -> type[Objective]:
 
   Raises ValueError for a name that is already taken.
   """
-  facts = plugins.Objective(
-    objective,
-    objective.schedules,
-    objective.rows_per_unit,
-    objective.records,
-    objective.reference,
-    objective.perplexity,
-  )
+  names = ("schedules", "rows_per_unit", "records", "reference", "perplexity")
+  facts = plugins.Objective(objective, *(getattr(objective, name) for name in names))
   plugins.register("objective", objective.name, facts)
   return objective
 

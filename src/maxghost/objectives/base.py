@@ -78,8 +78,6 @@ class Objective(abc.ABC):
     """The objective of evaluations: `validation` without regularisers."""
     return self.validation()
 
-  # The batch and its units.
-
   def batch_spec(self, num_rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the arrays of a batch; rows are the first axis."""
     return {name: jax.ShapeDtypeStruct((num_rows, length), np.int32) for name in BATCH_ARRAYS}

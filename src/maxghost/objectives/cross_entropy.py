@@ -14,8 +14,7 @@ from maxghost.models import autodiff
 def token_losses(logits_BTV, targets_BT, z_loss_multiplier: float = 0.0) -> Any:
   """Cross-entropy of each position in nats, plus z_loss_multiplier * logsumexp**2. Returns [B, T] in logits' dtype.
 
-  The backward pass is written by hand: it fuses into one pass, while the transpose of a gather is a scatter, which is
-  slow on every backend.
+  The backward pass, by hand, fuses into one pass; the transpose of a gather is a scatter, which is slow everywhere.
   """
   return _token_losses(logits_BTV, targets_BT, z_loss_multiplier)
 
@@ -41,7 +40,6 @@ def label_of(logits, targets):
 
 
 def loss_of(log_sum, label, z_loss: float):
-  """The loss from the log-sum-exp and the label's logit."""
   return log_sum - label + z_loss * log_sum**2 if z_loss else log_sum - label
 
 

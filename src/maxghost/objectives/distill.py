@@ -42,21 +42,19 @@ class Distillation(LanguageModelLoss):
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
-    keys = cfg.optimizer
-    made = super().of(cfg)
+    keys, top_k = cfg.optimizer, cfg.optimizer.distill_top_k
     found = {"alpha": keys.distill_alpha, "temperature": keys.distill_temperature, "kl": keys.distill_kl}
     if folder := cfg.data.offline_data_dir:
       found |= {"folder": folder, "dtype": jnp.promote_types(cfg.model.dtype, jnp.float32)}
-    whole = cfg.model.vocab_size if folder else 0
-    return dataclasses.replace(made, **found, top_k=keys.distill_top_k or whole)
+      top_k = top_k or cfg.model.vocab_size
+    return dataclasses.replace(super().of(cfg), **found, top_k=top_k)
 
   def batch_spec(self, num_rows, length):
     spec = super().batch_spec(num_rows, length)
     if not self.folder:
       return spec
-    tokens = num_rows, length
-    shapes = {LOGITS: ((*tokens, self.top_k), self.dtype), IDS: ((*tokens, self.top_k), np.int32)}
-    shapes[LOG_SUM] = tokens, self.dtype
+    entries = num_rows, length, self.top_k
+    shapes = {LOGITS: (entries, self.dtype), IDS: (entries, np.int32), LOG_SUM: (entries[:2], self.dtype)}
     return spec | {name: jax.ShapeDtypeStruct(*facts) for name, facts in shapes.items()}
 
   def prepare(self, batch: Batch) -> Batch:
@@ -74,17 +72,12 @@ class Distillation(LanguageModelLoss):
     logits_BTk, ids_BTk = jax.lax.top_k(logits_BTV, self.top_k)
     return dict(batch) | {LOGITS: logits_BTk, IDS: ids_BTk, LOG_SUM: jax.nn.logsumexp(logits_BTV, -1)}
 
-  def head(self, model, x: Hidden, batch):
-    return self.measured_head(model, x, batch)[:2]
-
   def measured_head(self, model, x: Hidden, batch):
     """Metrics: distill/kl at the temperature, without its square, and distill/cross_entropy."""
     logits_BTV, weights_BT = model.logits(x), self.weights(batch)
-    parts = {
-      "distill/kl": self.divergence(logits_BTV, batch),
-      "distill/cross_entropy": token_losses(logits_BTV, batch["targets"], self.z_loss_multiplier),
-    }
-    kl_BT, entropy_BT = parts.values()
+    kl_BT = self.divergence(logits_BTV, batch)
+    entropy_BT = token_losses(logits_BTV, batch["targets"], self.z_loss_multiplier)
+    parts = {"distill/kl": kl_BT, "distill/cross_entropy": entropy_BT}
     losses_BT = self.balanced(x, self.alpha * self.temperature**2 * kl_BT + (1 - self.alpha) * entropy_BT)
     weights_BT = weights_BT.astype(losses_BT.dtype)
     total = jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)

@@ -88,16 +88,12 @@ class PreferenceLoss(LanguageModelLoss):
     logps_BT = -self.cross_entropy(reference, hidden, batch["targets"])
     return dict(batch) | {REFERENCE: self._sums(batch, logps_BT * self.weights(batch))}
 
-  def head(self, model, x: Hidden, batch):
-    return self.measured_head(model, x, batch)[:2]
-
   def measured_head(self, model, x: Hidden, batch):
     """Metrics, means over the pairs, with TRL's names: log-probabilities are sums, but means without a reference."""
     logps_BT = -self.cross_entropy(model, x, batch["targets"])
     weights_BT = self.weights(batch).astype(logps_BT.dtype)
-    sums_U2S, counts_U2S = (
-      self._sums(batch, v).reshape(-1, 2, self.num_slots) for v in (logps_BT * weights_BT, weights_BT)
-    )
+    by_response = lambda v: self._sums(batch, v).reshape(-1, 2, self.num_slots)  # noqa: E731
+    sums_U2S, counts_U2S = by_response(logps_BT * weights_BT), by_response(weights_BT)
     known_U2S = batch[REFERENCE].reshape(sums_U2S.shape).astype(sums_U2S.dtype) if self.compares else 0
     is_pair_US, tokens_U2S = (counts_U2S > 0).all(1), jnp.where(counts_U2S > 0, counts_U2S, 1)
     of_pair_US = jnp.where(is_pair_US, tokens_U2S.sum(1), 1)
@@ -121,10 +117,9 @@ class PreferenceLoss(LanguageModelLoss):
     found = {"rewards/margins": margin_US, "rewards/accuracies": margin_US > 0}
     for place, part in enumerate(self.parts):
       found |= {f"rewards/{part}": reward_U2S[:, place], f"logps/{part}": logps_U2S[:, place]}
-    metrics = {
-      name: jnp.sum(jnp.where(is_pair_US, v, 0) * share_US).astype(logps_BT.dtype) for name, v in found.items()
-    }
-    return self.balanced(x, losses_BT), weights_BT.astype(losses_BT.dtype), self.metrics(x, batch) | metrics
+    mean = lambda v: jnp.sum(jnp.where(is_pair_US, v, 0) * share_US).astype(logps_BT.dtype)  # noqa: E731
+    metrics = self.metrics(x, batch) | {name: mean(value_US) for name, value_US in found.items()}
+    return self.balanced(x, losses_BT), weights_BT.astype(losses_BT.dtype), metrics
 
   def pair_losses(self, chosen_US, rejected_US):
     """The loss of each pair, [U, S], from the log-probabilities of its responses less those of the reference."""

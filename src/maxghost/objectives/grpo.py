@@ -5,9 +5,8 @@ token under the model and under the one that sampled it, d the log ratio of the 
 
     -min(rho A, clip(rho, 1 - e_low, 1 + e_high) A) + beta KL
 
-rho_k3: KL = rho (exp(-d) + d - 1). k2: KL = d^2 / 2. Where model and sampler agree, the gradient of both is that of
-KL(model || reference); that of k1 = d would be 0, and that of k3 alone belongs to KL(reference || model)
-(arXiv:2510.01555).
+rho_k3: KL = rho (exp(-d) + d - 1). k2: KL = d^2 / 2. Where model and sampler agree, both have the gradient of
+KL(model || reference); k1 = d would have 0, and k3 alone that of KL(reference || model) (arXiv:2510.01555).
 
 Sources: GRPO, Shao et al., arXiv:2402.03300; Dr. GRPO, Liu et al., arXiv:2503.20783; DAPO, Yu et al., arXiv:2503.14476.
 
@@ -59,11 +58,9 @@ class PolicyLoss(LanguageModelLoss):
     )  # fmt: skip
 
   def batch_spec(self, num_rows, length):
-    shapes = {"targets_weights": (num_rows, length), SAMPLED: (num_rows, length)}
-    shapes |= {ADVANTAGES: (num_rows,), SCALES: (num_rows,)}
-    return super().batch_spec(num_rows, length) | {
-      name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()
-    }
+    tokens, rows = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((num_rows, length), (num_rows,)))
+    more = {"targets_weights": tokens, SAMPLED: tokens, ADVANTAGES: rows, SCALES: rows}
+    return super().batch_spec(num_rows, length) | more
 
   def from_reference(self, reference, batch):
     hidden = reference.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])

@@ -27,8 +27,7 @@ def combined(objective: Any, model, x: Hidden, batch, weights_BT) -> tuple[Any, 
   outputs = block(dataclasses.replace(x, peaks_BLH=None), batch["inputs_position"], segments_BT, keys)
   place_BT, wide_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1), weights_BT.astype(float)
   # Whether position i and the one k further are of one segment.
-  last = place_BT.shape[1] - 1
-  within = [(k, (place_BT <= last - k) & (segments_BT == jnp.roll(segments_BT, -k, 1))) for k in depths]
+  within = [(k, (place_BT < place_BT.shape[1] - k) & (segments_BT == jnp.roll(segments_BT, -k, 1))) for k in depths]
   share = objective.mtp_weight / len(depths)
   expected = [share * jnp.where(same_BT, jnp.roll(wide_BT, -k, 1), 0) for k, same_BT in within]
   targets_BTC = jnp.stack([jnp.roll(batch["targets"], -k, 1) for k in (0, *depths)], 2)

@@ -53,8 +53,7 @@ class LanguageModelLoss(StagedLoss):
   def metrics(self, x: Hidden, batch) -> dict:
     """Means over layers and weighted tokens for a model with experts; the largest attention logits with use_qk_clip.
 
-    moe_lb_loss: the load-balancing loss without its weight. router_entropy: nats. expert_load_E: each expert's share of
-    the tokens' choices.
+    moe_lb_loss: without its weight. router_entropy: nats. expert_load_E: each expert's share of the tokens' choices.
     """
     peaks = {} if x.peaks_BLH is None else {"max_logits_LH": x.peaks_BLH.max(0)}
     routing = x.routing

@@ -1,15 +1,13 @@
 """Output projection and cross-entropy in tiles: both passes hold only one tile of the logits at a time.
 
 The backward pass recomputes each tile's logits and uses the saved log-sum-exp. If the tokens' weights are given, the
-forward pass computes the gradients as well, and the backward pass only scales them. Only the projection's table and the
-hidden states have gradients.
+forward pass computes the gradients, of table and hidden states, as well, and the backward pass only scales them.
 
 B batch, T positions, D features, V vocabulary; n tiles of c positions or of v vocabulary entries.
 Source of the online log-sum-exp: Milakov and Gimelshein, arXiv:1805.02867.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +87,6 @@ class Head:
 
   @property
   def vocab_axis(self) -> int:
-    """The vocabulary axis of the table."""
     return 0 if self.tied else 1
 
 
@@ -108,19 +105,13 @@ def _joined(tiles_n, place: int, axis: int, length: int):
 def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
   """Cross-entropy of each position in nats plus z_loss * logsumexp**2, [B, T], float32 or wider.
 
-  Equal to `token_losses` of the whole logits.
-  x_BTD: input of the projection (after the final norm). weights_BT: expected weights of the losses, up to a common
-  factor. With tiles of tokens, the backward pass then needs no logits, but the table's gradient is held since the
-  forward pass. If the actual weights differ, the gradient is computed anew.
+  Equal to `token_losses` of the whole logits. x_BTD: input of the projection (after the final norm). weights_BT:
+  expected weights of the losses, up to a common factor. With tiles of tokens, the backward pass then needs no logits,
+  but the table's gradient is held since the forward pass. If the actual weights differ, it is computed anew.
   """
   if autodiff.in_forward_mode():
     return forward(head, x_BTD, w, targets_BT)[0]
   return _losses(head, x_BTD, w, targets_BT, weights_BT if head.axis == "tokens" else None)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(head: Head, x_BTD, w, targets_BT, weights_BT):
-  return forward(head, x_BTD, w, targets_BT)[0]
 
 
 def _losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
@@ -136,10 +127,7 @@ def _losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
 
 def _losses_bwd(head, residuals, g_BT):
   x_BTD, w, targets_BT, log_sum_BT, weights_BT, expected = residuals
-
-  def anew():
-    return backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2]
-
+  anew = lambda: backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2]  # noqa: E731
   if expected is None:
     return *anew(), autodiff.no_cotangent(targets_BT), None
   weights, g = weights_BT.astype(head.wide).ravel(), g_BT.astype(head.wide).ravel()
@@ -156,6 +144,7 @@ def _losses_bwd(head, residuals, g_BT):
   return d_x, d_w, autodiff.no_cotangent(targets_BT), jnp.zeros_like(weights_BT)
 
 
+_losses = jax.custom_vjp(lambda head, x, w, targets, _: forward(head, x, w, targets)[0], nondiff_argnums=(0,))
 _losses.defvjp(_losses_fwd, _losses_bwd)
 
 

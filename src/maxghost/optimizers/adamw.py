@@ -65,14 +65,12 @@ class AdamW(UpdateRule):
   def scalars(self, count, clip_factor):
     """[clip_factor, 1 - b1^t, 1 - b2^t] of step t = count + 1."""
     t = jnp.asarray(count + 1, float)  # float: float32, or float64 under jax_enable_x64
-    b1, b2 = jnp.asarray(self.b1, t.dtype), jnp.asarray(self.b2, t.dtype)
-    return jnp.stack([jnp.asarray(clip_factor, t.dtype), 1 - b1**t, 1 - b2**t])
+    corrections = (1 - jnp.asarray(b, t.dtype) ** t for b in (self.b1, self.b2))
+    return jnp.stack([jnp.asarray(clip_factor, t.dtype), *corrections])
 
   def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Elementwise:
-    """P_t in float32 or wider."""
-    g = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-    clip_factor, correction1, correction2 = (scalars[i].astype(g.dtype) for i in range(3))
-    v = self.b2 * arrays["second_moment"].astype(g.dtype) + (1 - self.b2) * jnp.square(clip_factor * g)
+    g, correction1, correction2 = _wide(gradient, scalars)
+    v = self.b2 * arrays["second_moment"].astype(g.dtype) + (1 - self.b2) * jnp.square(g)
     return Elementwise((1 - self.b1) / (correction1 * (jnp.sqrt(v / correction2) + self.eps)))
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
@@ -116,12 +114,10 @@ class AdamWPath(AdamW):
     return ("first_moment", "second_moment")
 
   def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Secant:
-    """P_t in float32 or wider. Its size is AdamW's own response, which is positive."""
-    g = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-    clip_factor, correction1, correction2 = (scalars[i].astype(g.dtype) for i in range(3))
+    """Its size is AdamW's own response, which is positive."""
+    g, correction1, correction2 = _wide(gradient, scalars)
     m, v = (arrays[name].astype(g.dtype) for name in self.reads(parameter))
-    g, share = clip_factor * g, (1 - self.b2) / correction2
-    root0 = jnp.sqrt(self.b2 * v / correction2)
+    share, root0 = (1 - self.b2) / correction2, jnp.sqrt(self.b2 * v / correction2)
     root = jnp.sqrt(jnp.square(root0) + share * jnp.square(g))
     size = (1 - self.b1) / (correction1 * (root + self.eps))
     resting = self.b1 * m / (correction1 * (root0 + self.eps))
@@ -129,8 +125,7 @@ class AdamWPath(AdamW):
 
   def _factor(self, g, resting, share, root0, root, size):
     """P_t at the clipped gradient g. size: AdamW's own response. share: (1 - b2) / (1 - b2^t). root, root0: R, R0."""
-    growth = _over(share * g, root + root0)  # (root - root0) / g
-    return size - resting * growth / (root + self.eps)
+    return size - resting * _over(share * g, root + root0) / (root + self.eps)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     assert isinstance(response, Secant)
@@ -149,8 +144,14 @@ class AdamWMarginal(AdamWPath):
 
   def _factor(self, g, resting, share, root0, root, size):
     moved = resting * (root0 + self.eps) / (root + self.eps) + size * g
-    growth = _over(share * g, root)  # dR/dg
-    return size - moved * growth / (root + self.eps)
+    return size - moved * _over(share * g, root) / (root + self.eps)
+
+
+def _wide(gradient, scalars):
+  """(the clipped gradient, both bias corrections) in float32 or wider."""
+  g = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+  clip_factor, correction1, correction2 = (scalars[i].astype(g.dtype) for i in range(3))
+  return clip_factor * g, correction1, correction2
 
 
 def _over(x, roots):
@@ -161,10 +162,9 @@ def _over(x, roots):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdamState:
-  """The optimizer state that directions 'adam', 'path' and 'marginal' need, before a step.
+  """The state before a step that directions 'adam', 'path' and 'marginal' need; the first moments for the last two.
 
-  second_moments, first_moments (for the last two): {path: array}. count: steps taken. clip_factor: the one assumed
-  for this step.
+  Moments are {path: array}. count: steps taken. clip_factor: the one assumed for this step.
   """
 
   second_moments: dict[str, Any]
@@ -179,7 +179,5 @@ class AdamState:
     return cls(state.arrays["second_moment"], state.count, state.clip_factor, state.arrays["first_moment"])
 
   def rule_state(self) -> RuleState:
-    arrays = {"second_moment": self.second_moments}
-    if self.first_moments is not None:
-      arrays["first_moment"] = self.first_moments
-    return RuleState(arrays, self.count, self.clip_factor)
+    first = {} if self.first_moments is None else {"first_moment": self.first_moments}
+    return RuleState({"second_moment": self.second_moments} | first, self.count, self.clip_factor)

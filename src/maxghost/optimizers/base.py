@@ -60,8 +60,7 @@ class Parameter:
   """A parameter and its matrix view, as defined by the scoring rule of its layer.
 
   label: its slash-joined path. rows: number of axes that form the rows of the matrix (0: no matrix view). groups:
-  number of axes before these that number separate matrices (experts). matrix: what the Param says of itself; None:
-  nothing.
+  number of axes before these that number separate matrices (experts). matrix: what the Param says of itself.
   """
 
   label: str
@@ -112,18 +111,14 @@ class Response(abc.ABC):
 
   def transpose(self, x):
     """P_tᵀ x, the direction along which gradients are scored: <G, P_t g> = <P_tᵀ G, g>."""
-    (out,) = jax.linear_transpose(self.apply, x)(x)
-    return out
+    return jax.linear_transpose(self.apply, x)(x)[0]
 
   def whole(self, gradient):
     """P_t g of the very gradient that formed the response; exact also where `apply` is a quadrature."""
     return self.apply(gradient)
 
   def weighting(self) -> Any:
-    """The elementwise size of P_t, [*parameter]; None: 1 everywhere.
-
-    Approximations weight errors by it (`low_rank.rank_one_root`); exact scores do not use it.
-    """
+    """The elementwise size of P_t, [*parameter], by which approximations weight errors; None: 1 everywhere."""
     return None
 
 
@@ -145,8 +140,7 @@ class Elementwise(Response):
   def apply(self, x):
     return jnp.expand_dims(self.factor, tuple(range(x.ndim - self.factor.ndim))) * x
 
-  def transpose(self, x):
-    return self.apply(x)
+  transpose = apply
 
   def weighting(self) -> Any:
     return self.factor if self.size is None else self.size
@@ -180,13 +174,10 @@ class UpdateRule(abc.ABC):
   @classmethod
   @abc.abstractmethod
   def from_config(cls, cfg: OptimizerConfig) -> Self:
-    """Builds the rule from the configuration."""
+    """The rule of a configuration."""
 
   def of_params(self, params: nnx.State) -> "UpdateRule":
-    """The rule for these Params, for one whose `transformation` depends on what they say of themselves (`Matrix`).
-
-    Raises ConfigError for a Param that the rule cannot update.
-    """
+    """The rule for these Params, if `transformation` depends on their `Matrix`. Raises ConfigError for a wrong one."""
     return self
 
   @abc.abstractmethod
@@ -195,25 +186,23 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Response:
-    """P_t of one parameter.
+    """P_t of one parameter. arrays: {name: array} for the names of `reads`. scalars: as `scalars` returns them.
 
-    gradient: of this step, [*lead, *parameter], before clipping. arrays: {name: array} for the names of `reads`.
-    scalars: as `scalars` returns them.
+    gradient: of this step, [*lead, *parameter], before clipping.
     """
 
   def path(self) -> "UpdateRule | None":
     """The rule whose P_t g is the whole difference that the batch gradient g makes to the step, D(g) - D(0).
 
     D is the step as a function of the gradient, with its response averaged over the gradients x g, x from 0 to 1
-    (Aumann and Shapley): the credit is linear in each example's gradient and adds up to the effect of the batch. None:
-    the rule does not offer it.
+    (Aumann and Shapley): the credit is linear in each example's gradient and adds up to the batch's. None: not offered.
     """
     return None
 
   def marginal(self) -> "UpdateRule | None":
     """The rule whose P_t is the derivative D'(g) at the batch gradient: what the step loses with a small example.
 
-    Credits do not add up to the step. None: the rule does not offer it.
+    Credits do not add up to the step. None: not offered.
     """
     return None
 
@@ -222,7 +211,7 @@ class UpdateRule(abc.ABC):
 
     Over `rates_S`, the learning rate of every step of the run, it is the factor from what a gradient does in its own
     step to what it does until the run ends, if P_t stays as it is and decay is left out. parameter: None for all.
-    Returns None where it is unknown, or where parameters differ.
+    None: unknown, or parameters differ.
     """
     return None
 
@@ -254,18 +243,14 @@ class UpdateRule(abc.ABC):
     return None
 
   def read(self, optimizer, *, count=None, clip_factor: Any = 1.0) -> RuleState:
-    """Reads an `nnx.Optimizer`, or an optax state with its count.
-
-    Raises ValueError for a state without the arrays of this rule.
-    """
+    """Reads an `nnx.Optimizer`, or an optax state. Raises ValueError for one without the rule's arrays or a count."""
     if isinstance(optimizer, nnx.Optimizer):
       optimizer, count = optimizer.opt_state, optimizer.step[...] if count is None else count
     arrays = {}
     for name, key in self.state_keys.items():
-      trees = [tree for _, tree in optax.tree_utils.tree_get_all_with_path(optimizer, key)]
-      if not trees:
+      if not (trees := optax.tree_utils.tree_get_all_with_path(optimizer, key)):
         raise ValueError(f"the optimizer's state has no '{key}', which opt_type={self.name} keeps: give its own state")
-      arrays[name] = {label: x for tree in trees for label, x in by_label(tree).items()}
+      arrays[name] = {label: x for _, tree in trees for label, x in by_label(tree).items()}
     if count is None:
       if not (counts := optax.tree_utils.tree_get_all_with_path(optimizer, "count")):
         raise ValueError("the optimizer's state has no step count: give count=")
@@ -282,5 +267,5 @@ def by_label(tree) -> dict[str, Any]:
   """{slash-joined path: array} of a State, or of any tree of arrays."""
   if isinstance(tree, nnx.State):
     return {slash_path(path): variable[...] for path, variable in nnx.to_flat_state(tree)}
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  flat = jax.tree.leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}

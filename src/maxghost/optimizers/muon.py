@@ -1,7 +1,6 @@
 """Muon: the momentum of each matrix, made orthogonal, by optax.
 
-Sources: Jordan et al., kellerjordan.github.io/posts/muon (2024); Liu et al., arXiv:2502.16982, for weight decay and the
-scale `consistent_rms`.
+Sources: Jordan et al., kellerjordan.github.io/posts/muon (2024); Liu et al., arXiv:2502.16982 (decay, consistent_rms).
 
 A matrix is [I, O]; ... are axes that number matrices (experts); *stack are those of layers; K validation sets.
 """
@@ -41,8 +40,7 @@ class Muon(UpdateRule):
   root of max(1, O / I), or consistent_rms times the root of max(I, O). As in MaxText, adam_eps is added to |N|, and
   mu_dtype is that of the momentum.
 
-  Scores go along the path (`PathResponse`), also those of the other parameters. matrices: the trained ones as pairs
-  (label, Matrix), from `of_params`. nodes: of the quadrature along the path.
+  All scores go along the path. matrices: pairs (label, Matrix), from `of_params`. nodes: of the path's quadrature.
   """
 
   name = "muon"
@@ -89,13 +87,11 @@ class Muon(UpdateRule):
       )
     return dataclasses.replace(self, matrices=tuple((label, matrix) for label, (_, matrix) in found.items() if matrix))
 
-  # The update.
-
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
     if not self.matrices:  # all would be left to AdamW
       raise ConfigError("opt_type=muon needs the Params to train: make_optimizer(cfg, steps, params)")
     parts = {"muon": self._of_matrices(learning_rate), "adam": self.adam.transformation(learning_rate)}
-    labels = dict(self.matrices)
+    labels = {label for label, _ in self.matrices}
 
     def part(name: str, tree):
       """The parameters of one optimizer: a State of a State, else {label: array}."""
@@ -131,19 +127,14 @@ class Muon(UpdateRule):
         moved[label], after[label] = _each_layer(step, matrix.stacked, g, momentum[label])
       return _like(updates, moved), Momentum(state.count + 1, _like(state.mu, after))
 
-    return optax.chain(
-      optax.GradientTransformation(init, update),
-      optax.add_decayed_weights(self.weight_decay),
-      optax.scale_by_learning_rate(learning_rate),
-    )
+    decay, rate = optax.add_decayed_weights(self.weight_decay), optax.scale_by_learning_rate(learning_rate)
+    return optax.chain(optax.GradientTransformation(init, update), decay, rate)
 
   def moved(self, matrix: Matrix, count, g, momentum):
     """(D, the momentum after the step) of one layer's matrices [..., *rows, *columns], by optax."""
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # of the matrix view
     optimizer = optax.contrib.scale_by_muon(
-      beta=self.beta,
-      eps=self.adam.eps,
-      mu_dtype=momentum.dtype,
-      weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),  # of the matrix view
+      beta=self.beta, eps=self.adam.eps, mu_dtype=momentum.dtype, weight_dimension_numbers=axes
     )
     shape, wide = g.shape, jnp.promote_types(g.dtype, jnp.float32)
     g, momentum = (_placed(matrix, x) for x in (g.astype(wide), momentum))
@@ -156,11 +147,8 @@ class Muon(UpdateRule):
 
   def scale(self, inputs: int, outputs: int) -> float:
     """c of a matrix."""
-    if self.consistent_rms:
-      return self.consistent_rms * math.sqrt(max(inputs, outputs))
-    return math.sqrt(max(1, outputs / inputs))
-
-  # The scores.
+    rms = self.consistent_rms
+    return rms * math.sqrt(max(inputs, outputs)) if rms else math.sqrt(max(1, outputs / inputs))
 
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray | None:
     """Of a matrix by the weights of g in N: in its own step b / (1 - b^(t+1)) + 1 / (1 - b^t), k steps later
@@ -170,9 +158,9 @@ class Muon(UpdateRule):
       return None
     if not parameter.matrix:
       return self.adam.reach(rates_S)
-    t = np.arange(1.0, len(rates_S) + 1)
+    t, reach_S, later = np.arange(1.0, len(rates_S) + 1), np.array(rates_S), 0.0
     held_S = self.beta / (1 - self.beta ** (t + 1))
-    own_S, reach_S, later = held_S + 1 / (1 - self.beta**t), np.array(rates_S), 0.0
+    own_S = held_S + 1 / (1 - self.beta**t)
     for step in reversed(range(len(rates_S))):
       reach_S[step] += later / own_S[step]
       later = self.beta * (held_S[step] * rates_S[step] + later)
@@ -187,8 +175,7 @@ class Muon(UpdateRule):
     return jnp.append(adam, jnp.asarray(count, adam.dtype))
 
   def state_shapes(self, parameter: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
-    """A matrix has no second moment."""
-    return self.adam.state_shapes(parameter)
+    return self.adam.state_shapes(parameter)  # a matrix has no second moment
 
   def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Response:
     """Raises ConfigError for a parameter of several axes that does not say whether it is a matrix."""
@@ -342,9 +329,8 @@ def _placed(matrix: Matrix, x):
 
 def _like(tree, labelled: dict[str, Any]):
   """A tree of the same paths with the arrays of {label: array}."""
-  paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-  names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
-  return structure.unflatten([labelled[name] for name in names])
+  name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+  return jax.tree.map_with_path(lambda path, _: labelled[name(path)], tree)
 
 
 def _gauss(count: int, dtype) -> tuple[jax.Array, jax.Array]:

@@ -18,35 +18,28 @@ def balanced(x, y):
   Shampoo, whose step from rest has the powers -1/4 of G Gᵀ and of Gᵀ G (Gupta et al., arXiv:1802.09568).
   """
   if x.shape[-2] > x.shape[-1]:
-    return _transposed(balanced(_transposed(x), _transposed(y)))
+    return balanced(x.mT, y.mT).mT
   c0, c1, c2 = COEFFICIENTS
   one = jnp.broadcast_to(jnp.eye(x.shape[-2], dtype=x.dtype), (*x.shape[:-1], x.shape[-2]))
 
   def iteration(_, state):
     x, y = state
-    a = x @ _transposed(x)
+    a = x @ x.mT
     bend = c1 * one + c2 * a
     p = c0 * one + a @ bend
-    root, _ = _repeat(_ROOT_STEPS, _root_step, (p / c0, one))
-    inverse = _repeat(_INVERSE_STEPS, lambda z: z @ (2 * one - (root + one) @ z), 0.58 * one)  # of root + 1
+    root, _ = jax.lax.fori_loop(0, _ROOT_STEPS, _root_step, (p / c0, one))
+    of_root_and_one = lambda _, z: z @ (2 * one - (root + one) @ z)  # noqa: E731
+    inverse = jax.lax.fori_loop(0, _INVERSE_STEPS, of_root_and_one, 0.58 * one)
     rest = bend @ inverse / c0  # sqrt(p(Xᵀ X) / c0) = 1 + Xᵀ rest X, without that larger matrix
     y = jax.vmap(lambda y: root @ y)(c0 * y)
-    return p @ x, y + jax.vmap(lambda y: y @ _transposed(x) @ rest @ x)(y)
+    return p @ x, y + jax.vmap(lambda y: y @ x.mT @ rest @ x)(y)
 
   with jax.default_matmul_precision("highest"):
     return jax.lax.fori_loop(0, STEPS, iteration, (x, y))[1]
 
 
-def _root_step(state):
+def _root_step(_, state):
   """Of Denman and Beavers' iteration in its form without inverses: (p, 1) -> (sqrt(p), its inverse)."""
   root, inverse = state
   middle = (3 * jnp.broadcast_to(jnp.eye(root.shape[-1], dtype=root.dtype), root.shape) - inverse @ root) / 2
   return root @ middle, middle @ inverse
-
-
-def _repeat(count: int, function, state):
-  return jax.lax.fori_loop(0, count, lambda _, state: function(state), state)
-
-
-def _transposed(x):
-  return jnp.swapaxes(x, -1, -2)

@@ -13,10 +13,9 @@ from maxghost.optimizers.base import Identity, Parameter, Response, RuleState, U
 
 @dataclasses.dataclass(frozen=True)
 class Sgd(UpdateRule):
-  """theta - learning_rate * clipped gradient: P_t = 1, without state.
+  """theta - learning_rate * clipped gradient: P_t = 1, without state. Runs of any optimizer may use its direction.
 
-  Its direction is the plain validation gradient, which runs of any optimizer may use. Its ledger has AdamW's columns,
-  so that runs can be compared; without momentum both are 0.
+  Its ledger has AdamW's columns, so that runs can be compared; without momentum both are 0.
   """
 
   name = "sgd"
@@ -33,8 +32,7 @@ class Sgd(UpdateRule):
   def path(self) -> "Sgd":
     return self
 
-  def marginal(self) -> "Sgd":
-    return self
+  marginal = path
 
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
     return rates_S

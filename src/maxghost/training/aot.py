@@ -41,20 +41,16 @@ class Compiled:
   def save(self, path: Path) -> int:
     """Pickles the serialized executable; returns its size in bytes.
 
-    `jax.experimental.serialize_executable.deserialize_and_load(*pickle.load(file))` loads it as a function, on a
-    machine with these devices and the same versions.
+    JAX's `serialize_executable.deserialize_and_load(*pickle.load(file))` loads it, on these devices and versions.
     """
-    payload = pickle.dumps(serialize_executable.serialize(self.executable))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(payload)
-    return len(payload)
+    return path.write_bytes(pickle.dumps(serialize_executable.serialize(self.executable)))
 
 
 def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = None) -> Compiled:
   """Compiles the step; a step that is too large for the memory is not an error.
 
-  options: further compiler options. folder: for the texts of the TPU compiler, if they are to be kept. Raises as
-  `train_step`.
+  options: further compiler options. folder: keeps the texts of the TPU compiler. Raises as `train_step`.
   """
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
   platform = plan.layout.platform
@@ -68,8 +64,8 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
       if "RESOURCE_EXHAUSTED" not in str(error) and "exceeds available HBM" not in str(error):
         raise
       lines = [line.strip() for line in str(error).splitlines()]
-      problem = next((line for line in lines if "exceeds" in line or "Ran out of memory" in line), lines[0])[:400]
-      return Compiled(plan, None, time.perf_counter() - begin, problem=problem)
+      said = next((line for line in lines if "exceeds" in line or "Ran out of memory" in line), lines[0])
+      return Compiled(plan, None, time.perf_counter() - begin, problem=said[:400])
     seconds = time.perf_counter() - begin
     texts = sorted(Path(place).glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     hlo = texts[-1].read_text() if texts else executable.as_text() or ""
@@ -78,11 +74,7 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
 
 @contextlib.contextmanager
 def _no_cache():
-  """Compile without JAX's persistent cache.
-
-  The seconds reported are those of a compilation, and JAX 0.10 writes an executable that it read from the cache on CPU
-  without some of its functions.
-  """
+  # To time a compilation; and on CPU, JAX 0.10 writes an executable from the cache without some of its functions.
   before = jax.config.values["jax_enable_compilation_cache"]
   jax.config.update("jax_enable_compilation_cache", False)
   compilation_cache.reset_cache()

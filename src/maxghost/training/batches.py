@@ -1,5 +1,6 @@
 """The batches of a run: training batches are sent ahead, validation batches are a function of the step alone."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,7 @@ class Fetched(NamedTuple):
 class Batches:
   """The batches of a dataset, prepared by the objective of the run, or of the validation set.
 
-  sets: {name: (domain, `Objective.prepare`)} of the validation sets, the first one for evaluations.
+  sets: {name: (domain, `Objective.prepare`)} of the validation sets; without a name, the first one is meant.
   """
 
   def __init__(self, dataset, prepare: Callable[[Any], Any], sets: Mapping[str, tuple[str, Callable[[Any], Any]]]):
@@ -36,11 +37,9 @@ class Batches:
     return self._prepare(next(self._dataset.train))
 
   def state(self) -> dict:
-    """The position of the training batches."""
     return self._dataset.train.state()
 
   def validation_batch(self, index: int, num_rows: int, name: str | None = None):
-    """The rows of a validation set, by default of the first."""
     domain, prepare = self._sets[name or next(iter(self._sets))]
     return prepare(self._dataset.validation_batch(index, num_rows, domain))
 
@@ -56,18 +55,18 @@ class Prefetcher:
     self._iterator, self._put, self._num_left = iterator, put, num_batches
     self._pool = ThreadPoolExecutor(1, "prefetch")
     self._ahead: deque[Future[Fetched]] = deque()
-    self._start()
+    self._fill()
 
   def __next__(self) -> Fetched:
     fetched = self._ahead.popleft().result()
-    self._start()
+    self._fill()
     return fetched
 
   def close(self) -> None:
     """Stops the thread; the iterator's position is then undefined."""
     self._pool.shutdown(cancel_futures=True)
 
-  def _start(self) -> None:
+  def _fill(self) -> None:
     while self._num_left and len(self._ahead) <= NUM_AHEAD:
       self._ahead.append(self._pool.submit(self._draw))
       self._num_left -= 1
@@ -92,11 +91,9 @@ class ValidationRows:
   """
 
   def __init__(self, ghost: GhostConfig, batches: Batches, sets: Iterable[str], put: Callable[[dict], Any]):
-    self._sets, self._ghost = tuple(sets), ghost
-    self._score_every, self._num_rows = ghost.ghost_every, ghost.ghost_val_batch_size
+    self._sets, self._ghost, self._batches, self._put = tuple(sets), ghost, batches, put
     # A fresh step opens an account of the loss, which is closed after this many steps.
     self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
-    self._batches, self._put = batches, put
     self._held: tuple[int, tuple] = (-1, ())
     self.first = 0  # step of a run, before which no account is open
 
@@ -104,23 +101,21 @@ class ValidationRows:
     return bool(self._sets) and step % self._every == 0
 
   def is_scored(self, step: int) -> bool:
-    """Whether the step scores its documents (every `ghost_every` steps)."""
-    return bool(self._sets) and step % self._score_every == 0
+    return bool(self._sets) and step % self._ghost.ghost_every == 0
 
   def closes(self, step: int) -> bool:
     """Whether the validation loss before this step closes the account of an earlier step."""
     return bool(self._sets) and step > self.first and (step - self._length) % self._every == 0
 
   def has_open_account(self, num_steps: int) -> bool:
-    """Whether an account is still open after this many steps."""
     return bool(self._sets) and (num_steps - 1) % self._every < self._length
 
   def batches(self, step: int) -> tuple:
     """The batches of the last fresh step up to this one; empty without sets."""
     index = validation_index(self._ghost, step)
     if self._held[0] != index:
-      batches = [self._batches.validation_batch(index, self._num_rows, name) for name in self._sets]
-      self._held = (index, tuple(self._put(batch.arrays) for batch in batches))
+      draw = functools.partial(self._batches.validation_batch, index, self._ghost.ghost_val_batch_size)
+      self._held = (index, tuple(self._put(draw(name).arrays) for name in self._sets))
     return self._held[1]
 
   def replaces(self, step: int) -> bool:

@@ -82,46 +82,38 @@ class Console:
 
 def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> list[str]:
   """Sizes of model, batch and data, the mesh, and the run directory. scored: sizes of the scored parameters."""
-  cfg = plan.cfg
+  cfg, ghost = plan.cfg, plan.cfg.ghost
   lines = [
     *plan.lines(),
     f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
     *(f"  {entry.line}" for entry in dataset.summary()),
     *(f"  {note}" for note in dataset.notes()),
   ]
-  if plan.cfg.val_sets:
+  if cfg.val_sets:
     share = sum(scored.values()) / plan.num_params
-    sets = " and of ".join(f"'{name}'" for name in plan.cfg.val_sets)
+    sets = " and of ".join(f"'{name}'" for name in cfg.val_sets)
     lines.append(
       f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against "
-      f"{cfg.ghost.ghost_val_batch_size} rows of {sets}, direction {cfg.ghost.ghost_direction}, "
-      f"schedule {cfg.ghost.ghost_schedule}"
+      f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}, schedule {ghost.ghost_schedule}"
     )
-    if cfg.ghost.ghost_curvature == "secant":
-      lines.append(secant_line(cfg))
+    if ghost.ghost_curvature == "secant":  # it adds nothing without an earlier validation gradient of the same rows
+      renewed = 0 if ghost.carries_curvature else ghost.ghost_val_refresh_steps
+      drawn = f" and every {renewed} steps, where new validation rows are drawn (ghost_val_refresh_steps)"
+      lines.append(f"ghost_curvature=secant: step 0 is scored to first order{drawn if renewed else ''}")
   if file := cfg.parallel.compiled_trainstep_file:
     lines.append(f"compiled_trainstep_file={file} is for train_compile, which writes it; a run compiles its own step")
   return [*lines, f"run directory: {path}"]
 
 
-def secant_line(cfg: Config) -> str:
-  """Which steps have no earlier validation gradient of the same rows, so that ghost_curvature=secant adds nothing."""
-  renewed = 0 if cfg.ghost.carries_curvature else cfg.ghost.ghost_val_refresh_steps
-  also = f" and every {renewed} steps, where new validation rows are drawn (ghost_val_refresh_steps)" if renewed else ""
-  return f"ghost_curvature=secant: step 0 is scored to first order{also}"
-
-
 def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str) -> list[str]:
-  """How far the run came, and how to continue it."""
   saved = f"saved in {path / CHECKPOINTS / str(completed_steps)}"
   if not cfg.checkpoint.checkpoint_period:
     saved = "not saved, because checkpoint_period=0"
   elif not completed_steps:
     saved = "nothing to save"
-  lines = [f"Stopped by {signal} after {completed_steps} of {cfg.run.steps} steps; {saved}"]
-  if cfg.checkpoint.checkpoint_period:
-    lines.append(f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}")
-  return lines
+  stopped = f"Stopped by {signal} after {completed_steps} of {cfg.run.steps} steps; {saved}"
+  again = f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}"
+  return [stopped, again] if cfg.checkpoint.checkpoint_period else [stopped]
 
 
 def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:

@@ -52,7 +52,6 @@ class HostMemory:
       )
 
   def put(self, state: nnx.State) -> nnx.State:
-    """Sends the host's Variables of a traced state to host memory."""
     return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))
 
   def abstract(self, state: nnx.State) -> nnx.State:
@@ -67,8 +66,8 @@ class HostMemory:
   def _mapped(self, state: nnx.State, move: Callable) -> nnx.State:
     if not self:
       return state
-    streamed: dict[Any, bool] = {"model": self.weights, "optimizer": self.optimizer}
-    streamed["stored_gradients"] = self.weights and not self.frozen
+    gradients = self.weights and not self.frozen
+    streamed: Any = {"model": self.weights, "optimizer": self.optimizer, "stored_gradients": gradients}
     flat = []
     for path, v in nnx.to_flat_state(state):
       moved = streamed.get(path[0]) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
@@ -110,7 +109,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   trees = nnx.as_pure(variables), nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)
 
   def of_depth(num_layers: int) -> tuple[Any, Any, Any]:
-    """The trees' entries for parameters of a stack with this many layers; 0: outside the stacks."""
+    """The entries for parameters of a stack with this many layers; 0: outside the stacks."""
     return _map_states(lambda state: nnx.filter_state(state, lambda path, _: layers.get(path) == num_layers), trees)
 
   def update(params, grads, opt_state):

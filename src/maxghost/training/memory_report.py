@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from maxghost.config import Config, ConfigError
 
 SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int32": "s32"}
-# Times the memory of a device. The estimate is within a tenth of the TPU compiler's figure for dense models; it is
-# rough on CPU and for small programs.
+# Times a device's memory. The estimate is within a tenth of the TPU compiler's for dense models, but rough on CPU.
 CLEARLY_TOO_MUCH = 1.5
 
 
@@ -76,7 +75,6 @@ class MemoryEstimate:
 
   @property
   def temporaries(self) -> int:
-    """XLA's temporaries: everything except the arguments."""
     return self.total - self.arguments
 
   def table(self) -> list[str]:
@@ -102,7 +100,6 @@ def compiled_sizes(analysis: Any) -> dict[str, int]:
 
 
 def shown(size: float) -> str:
-  """A size in a suitable unit."""
   for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
     if size >= factor:
       return f"{size / factor:.2f} {unit}"
@@ -120,9 +117,8 @@ def check(estimated: MemoryEstimate, limit: int | None) -> None:
   """Raises ConfigError, with settings to change, if the step needs clearly more than the `capacity`."""
   if limit is None or estimated.total <= CLEARLY_TOO_MUCH * limit:
     return
-  steps = remedies(estimated, limit)
   way = "more devices, or a smaller model"
-  if steps:
+  if steps := remedies(estimated, limit):
     way = " ".join(keys for keys, _, _ in steps) + f", which is estimated to need {shown(steps[-1][2].total)}"
   raise ConfigError(
     f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}; "
@@ -147,9 +143,8 @@ def shortage(estimated: MemoryEstimate, limit: int | None) -> list[str]:
   """Settings to change if XLA needs too much: the verdict, or, if the estimate fits, how to need a fifth less."""
   if limit is not None and estimated.total > limit:
     return verdict(estimated, limit).splitlines()
-  less = int(0.8 * estimated.total)
   head = f"memory: the estimate is {shown(estimated.total)}, and XLA needs more; to need a fifth less:"
-  return [head, *advice(estimated, less)]
+  return [head, *advice(estimated, int(0.8 * estimated.total))]
 
 
 def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
@@ -159,16 +154,16 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
     return f"memory: needs {shown(need)} of {shown(have)} per device; {shown(have - need)} to spare"
   lines = [f"memory: does not fit: needs {shown(need)} per device, has {shown(have)}, {shown(need - have)} too much"]
   data, accumulated = estimate.cfg.data, estimate.cfg.optimizer.gradient_accumulation_steps
-  lines.append(
-    f"  tokens per device: {estimate.tokens:,} = {data.per_device_batch_size} rows of {data.max_target_length} tokens"
-    + (f", in each of {accumulated} micro-batches" if accumulated > 1 else "")
-  )
+  rows = f"{data.per_device_batch_size} rows of {data.max_target_length} tokens"
+  micro = f", in each of {accumulated} micro-batches" if accumulated > 1 else ""
+  lines.append(f"  tokens per device: {estimate.tokens:,} = {rows}{micro}")
   return "\n".join([*lines, *advice(estimate, capacity_bytes)])
 
 
 def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
   """The largest tensors, and the settings that bring the estimate to the capacity, or as near as possible."""
-  lines = ["  largest:", *(f"    {tensor.describe()}" for tensor in largest(estimate, 5))]
+  tensors = sorted((tensor for row in estimate.rows for tensor in row.tensors), key=lambda tensor: -tensor.bytes)
+  lines = ["  largest:", *(f"    {tensor.describe()}" for tensor in tensors[:5])]
   if not (steps := remedies(estimate, capacity_bytes)):
     return [*lines, "  no setting helps; use more devices (ici_fsdp_parallelism), or a smaller model"]
   lines.append("  cheapest settings first, with the estimate after each:")
@@ -176,11 +171,6 @@ def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
   if (left := steps[-1][2].total - capacity_bytes) <= 0:
     return [*lines, f"  with all of these it fits, {shown(-left)} to spare"]
   return [*lines, f"  even then {shown(left)} too much: use more devices, or a smaller model"]
-
-
-def largest(estimate: MemoryEstimate, count: int) -> list[Tensor]:
-  tensors = [tensor for row in estimate.rows for tensor in row.tensors]
-  return sorted(tensors, key=lambda tensor: -tensor.bytes)[:count]
 
 
 def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
@@ -195,8 +185,7 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
       found = current.change(**keys)
       if found is not None and found.total < 0.98 * current.total:
         taken.pop(tuple(keys), None)
-        taken[tuple(keys)] = keys, cost
-        current = found
+        taken[tuple(keys)], current = (keys, cost), found
         break
     else:
       break
@@ -221,7 +210,6 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   """(keys, their cost), from those without cost to those that change the run."""
   cfg = estimate.cfg
   m, o, g = cfg.model, cfg.optimizer, cfg.ghost
-  layers = m.base_num_decoder_layers
   if m.attention in ("dot_product", "autoselected"):
     yield {"attention": "blockwise"}, "about the same speed"
   if m.num_vocab_tiling < 64:
@@ -233,7 +221,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   if m.remat_policy != "full":
     yield {"remat_policy": "full"}, "one more forward pass of the layers"
   if m.scan_layers:
-    divisors = [k for k in range(2, layers) if layers % k == 0]
+    divisors = [k for k in range(2, m.base_num_decoder_layers) if m.base_num_decoder_layers % k == 0]
     best = [(after.total, k) for k in divisors if (after := estimate.change(segment_lengths=(k,)))]
     if best and (lengths := (min(best)[1],)) != m.segment_lengths:
       yield {"segment_lengths": lengths}, "one more forward pass of the layers"
@@ -248,8 +236,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   if m.scan_layers and m.segment_lengths:
     host = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
     for more in (("optimizer",), ("weights", "optimizer")):
-      new = {"offload_to_host": tuple(dict.fromkeys((*more, *offloads))), **host}
-      yield new, "traffic to the host in every step"
+      yield {"offload_to_host": tuple(dict.fromkeys((*more, *offloads))), **host}, "traffic to the host in every step"
   if m.weight_dtype == "float32":
     yield {"weight_dtype": "bfloat16"}, "weights in 16 bits, 8 of them significant"
   if batch > 1:

@@ -16,8 +16,7 @@ from typing import Any
 
 from maxghost.config import ConfigError, plugins
 
-# Metrics of a step that must be finite; the first one that is not stops the run. If the validation loss is not finite,
-# the step is not scored, and training goes on.
+# The first of these that is not finite stops the run; a validation loss that is not only leaves its step unscored.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
 # metric: scalar of the step's outputs, where it has it
@@ -42,7 +41,6 @@ def check_finite(step: int, outputs: Mapping[str, Any]) -> None:
 
 
 def _perplexity(loss: float) -> float:
-  """exp(loss), loss in nats per token; infinite where that overflows."""
   return math.exp(loss) if loss < 709.0 else math.inf
 
 
@@ -94,7 +92,6 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
   """A line that names the parameters with non-finite scores; None if all scores are finite."""
   if outputs["scored_ok"]:
     return None
-  # Schedule forward_mode has no scores by parameter.
   labels = [label for label, bad in outputs.get("nonfinite_scores", {}).items() if bad]
   named = (" in " if labels else "") + ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if labels[4:] else "")
   return f"maxghost: step {step} is not scored: its scores are not finite{named}"

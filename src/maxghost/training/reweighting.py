@@ -49,49 +49,41 @@ class Reweighter:
 
   @property
   def shares(self) -> dict[str, float]:
-    """The latest shares."""
     return dict(zip(self._names, self._shares_D.tolist(), strict=True))
 
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
     """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows without scores or left out do not count."""
     if "contribution_BSK" in outputs and outputs["scored_ok"]:
-      self._add(outputs, batch)
-    due = [shares for batch, shares in self._changes if batch <= step] or [{}]
+      counted_BS = scored_units(outputs, batch)[0]
+      if "chosen_B" in outputs:
+        counted_BS = counted_BS & outputs["chosen_B"][:, None]
+      domain_N = domain_numbers(batch, counted_BS, self._document, self._names)
+      nats_N = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64)
+      values = nats_N, outputs["tokens_BS"][counted_BS]
+      self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]
+    due = [shares for first, shares in self._changes if first <= step] or [{}]
     if (step + 1) % self._every == 0:
-      self._decide(step)
+      nats_D, tokens_D = distributed.total(self._sums_2D)
+      seen_D = tokens_D > 0
+      value_D = np.divide(nats_D, tokens_D, out=np.zeros_like(nats_D), where=seen_D)
+      self._sums_2D = np.zeros_like(self._sums_2D)
+      self._shares_D = reweighted(self._shares_D, value_D, seen_D, self._size, self._floor)
+      self._changes.append((step + LAG, self.shares))
+      self._reader.schedule_mixture(self._changes)
     return {f"ghost/share/{name}": share for name, share in due[-1].items()}
 
   def state(self) -> dict:
     """The state for a resumed run, as JSON values."""
     nats, tokens = self._sums_2D.tolist()
-    changes = [[batch, shares] for batch, shares in self._changes]
+    changes = list(map(list, self._changes))
     return {"shares": self._shares_D.tolist(), "nats": nats, "tokens": tokens, "changes": changes}
 
   def restore(self, state: Mapping | None) -> None:
     """Restores a `state()`; None: the start of a run. Must be called before the next batch is drawn."""
-    if state is None:
-      return
-    self._shares_D, self._sums_2D = np.array(state["shares"]), np.array([state["nats"], state["tokens"]])
-    self._changes = [(int(batch), dict(shares)) for batch, shares in state["changes"]]
-    self._reader.schedule_mixture(self._changes)
-
-  def _add(self, outputs, batch) -> None:
-    counted_BS = scored_units(outputs, batch)[0]
-    if "chosen_B" in outputs:
-      counted_BS = counted_BS & outputs["chosen_B"][:, None]
-    domain_N = domain_numbers(batch, counted_BS, self._document, self._names)
-    nats_N = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64)
-    values = nats_N, outputs["tokens_BS"][counted_BS]
-    self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]
-
-  def _decide(self, step: int) -> None:
-    nats_D, tokens_D = distributed.total(self._sums_2D)
-    seen_D = tokens_D > 0
-    value_D = np.divide(nats_D, tokens_D, out=np.zeros_like(nats_D), where=seen_D)
-    self._sums_2D = np.zeros_like(self._sums_2D)
-    self._shares_D = reweighted(self._shares_D, value_D, seen_D, self._size, self._floor)
-    self._changes.append((step + LAG, self.shares))
-    self._reader.schedule_mixture(self._changes)
+    if state is not None:
+      self._shares_D, self._sums_2D = np.array(state["shares"]), np.array([state["nats"], state["tokens"]])
+      self._changes = [(int(batch), dict(shares)) for batch, shares in state["changes"]]
+      self._reader.schedule_mixture(self._changes)
 
 
 def reweighted(shares_D, value_D, seen_D, step: float, floor: float) -> np.ndarray:

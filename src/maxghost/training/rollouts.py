@@ -8,7 +8,6 @@ P prompts, G answers to each, B = P G rows, T positions, N tokens of the longest
 """
 
 import base64
-import dataclasses
 import functools
 import math
 import time
@@ -33,15 +32,7 @@ from maxghost.training.batches import Fetched, Prefetcher
 from maxghost.training.metrics import MetricsLog
 
 FILE = "rollouts.jsonl"
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-  """P prompts: their token ids and texts, and {column: P values} for reward functions."""
-
-  ids: list[list[int]]
-  texts: list[str]
-  columns: dict[str, list]
+_OF_BATCH = ("document_BS", "offset_BS", "epoch_B")  # fields of a Batch beside its arrays, in order
 
 
 class Rollouts:
@@ -77,21 +68,23 @@ class Rollouts:
     drawn, begin = next(prefetcher), time.perf_counter()
     numbers = np.arange(len(drawn.batch.document_BS)).repeat(self._keys.num_generations)
     generation_B = np.arange(len(numbers)) % self._keys.num_generations
-    prompts = self._prompts(drawn.batch)
+    ids_P, prompts_P, columns_P = self._prompts(drawn.batch)
+    ids_B, prompts_B = [ids_P[i] for i in numbers], [prompts_P[i] for i in numbers]
     identity_B4 = np.stack(
       [np.full(len(numbers), step), drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers], generation_B], 1
     )
     found = self._generator.generate(
-      state["model"], [prompts.ids[i] for i in numbers], self._keys.max_completion_length,
+      state["model"], ids_B, self._keys.max_completion_length,
       keys_B=_random_keys(self._cfg.run.data_shuffle_seed, identity_B4.astype(np.uint32)),
     )  # fmt: skip
     texts = [self._text(found.row(i)) for i in range(len(numbers))]
-    columns = {name: [values[i] for i in numbers] for name, values in prompts.columns.items()}
-    by_name = rewards.judge(self._functions, [prompts.texts[i] for i in numbers], texts, columns)
+    columns = {name: [values[i] for i in numbers] for name, values in columns_P.items()}
+    by_name = rewards.judge(self._functions, prompts_B, texts, columns)
     reward_B = rewards.combined(by_name, self._keys.reward_weights)
     advantage_B = rewards.advantages(reward_B, self._keys.num_generations, self._keys.scale_rewards)
-    batch = self._batch(drawn.batch, prompts, found, advantage_B, numbers, generation_B)
-    record = {"step": step, "prompts": self._told(drawn.batch, prompts, texts, found, by_name, reward_B, advantage_B)}
+    batch = self._batch(drawn.batch, ids_B, found, advantage_B, numbers, generation_B)
+    told = self._told(drawn.batch, prompts_P, columns_P, texts, found, by_name, reward_B, advantage_B)
+    record = {"step": step, "prompts": told}
     metrics = self._metrics(found, by_name, reward_B) | {"perf/rollout_seconds": time.perf_counter() - begin}
     self._held = Fetched(batch, self._layout.put(batch.arrays), drawn.position, metrics, record)
     return self._held
@@ -116,8 +109,8 @@ class Rollouts:
   def close(self) -> None:
     self._log.close()
 
-  def _prompts(self, batch: Batch) -> Prompts:
-    """The prompts of rows of conversations: all before the first token that is trained."""
+  def _prompts(self, batch: Batch) -> tuple[list[list[int]], list[str], dict[str, list]]:
+    """(ids, texts, columns of the records) of the prompts: all before the first token that is trained."""
     weight_BT = batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1)
     ends_P = (weight_BT > 0).argmax(1) + 1
     ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
@@ -128,14 +121,13 @@ class Rollouts:
         f"{name}: a prompt of {len(ids[long[0]])} tokens, but max_target_length={self._cfg.data.max_target_length} "
         f"leaves {most} beside max_completion_length={self._keys.max_completion_length}; change one of them"
       )
-    columns: dict[str, list] = {"completion": []} | {name: [] for name in self._dataset.source.fields}
+    records = []
     for index in batch.document_BS[:, 0].tolist():
       found = read(self._dataset.document(index).text)
       gold = found.plain[1] if found.plain else found.messages[-1].get("content") or ""
-      fields = self._dataset.document_record(index)[3:]
-      for name, value in zip(columns, (gold, *fields), strict=True):
-        columns[name].append(value)
-    return Prompts(ids, [self._text(prompt) for prompt in ids], columns)
+      records.append((gold, *self._dataset.document_record(index)[3:]))
+    columns = zip(("completion", *self._dataset.source.fields), map(list, zip(*records, strict=True)), strict=True)
+    return ids, [self._text(prompt) for prompt in ids], dict(columns)
 
   def _text(self, ids: Any) -> str:
     """Without the token that ends an answer."""
@@ -143,16 +135,14 @@ class Rollouts:
     ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
     return self._dataset.tokenizer.decode(ids).decode("utf-8", errors="replace")
 
-  def _batch(
-    self, drawn: Batch, prompts: Prompts, found: Progress, advantage_B, numbers, generation_B: np.ndarray
-  ) -> Batch:
+  def _batch(self, drawn: Batch, ids_B, found: Progress, advantage_B, numbers, generation_B) -> Batch:
     """A row for each answer: the prompt's tokens without weight, the answer's with that of grpo_loss_type."""
     rows, length, keys = len(numbers), self._cfg.data.max_target_length, self._keys
     pad = self._dataset.tokenizer.pad_id
     tokens_BT, filled_BT = (np.full((rows, length + 1), value, np.int32) for value in (pad, 0))
     weights_BT, logps_BT = np.zeros((2, rows, length + 1), np.float32)
-    for i, number in enumerate(numbers.tolist()):
-      prompt, answer = prompts.ids[number], found.row(i)
+    for i, prompt in enumerate(ids_B):
+      answer = found.row(i)
       stop = len(prompt) + len(answer)
       tokens_BT[i, :stop], filled_BT[i, :stop] = [*prompt, *answer.tolist()], 1
       logps_BT[i, len(prompt) : stop] = found.logps_BN[i, : len(answer)]
@@ -168,35 +158,28 @@ class Rollouts:
       "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:], SCALES: np.full(rows, scale, np.float32),
       ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32),
     }  # fmt: skip
-    first = lambda values: values[:, None].astype(np.int64)  # noqa: E731
-    documents_B1 = first(drawn.document_BS[numbers, 0])
-    return Batch(arrays, documents_B1, first(generation_B), drawn.epoch_B[numbers])
+    documents_B1, generation_B1 = (x[:, None].astype(np.int64) for x in (drawn.document_BS[numbers, 0], generation_B))
+    return Batch(arrays, documents_B1, generation_B1, drawn.epoch_B[numbers])
 
-  def _told(self, drawn: Batch, prompts: Prompts, texts, found: Progress, by_name, reward_B, advantage_B) -> list[dict]:
+  def _told(self, drawn: Batch, prompts_P, columns_P, texts, found: Progress, by_name, reward_B, advantage_B):
     """The prompts of a line of rollouts.jsonl."""
-    said, generations = [], self._keys.num_generations
-    for p, prompt in enumerate(prompts.texts):
-      group = range(p * generations, (p + 1) * generations)
-      said.append(
-        {
-          "document": list(self._dataset.document_id(int(drawn.document_BS[p, 0]))),
-          "epoch": int(drawn.epoch_B[p]),
-          "prompt": prompt,
-          **{name: values[p] for name, values in prompts.columns.items()},
-          "answers": [
-            {
-              "text": texts[i],
-              "tokens": int(found.counts_B[i]),
-              "ended": bool(found.done_B[i]),
-              "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
-              "reward": float(reward_B[i]),
-              "advantage": float(advantage_B[i]),
-            }
-            for i in group
-          ],
-        }
-      )
-    return said
+    size = self._keys.num_generations
+    answers = [
+      {
+        "text": text, "tokens": int(found.counts_B[i]), "ended": bool(found.done_B[i]),
+        "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
+        "reward": float(reward_B[i]), "advantage": float(advantage_B[i]),
+      }
+      for i, text in enumerate(texts)
+    ]  # fmt: skip
+    return [
+      {
+        "document": list(self._dataset.document_id(int(drawn.document_BS[p, 0]))), "epoch": int(drawn.epoch_B[p]),
+        "prompt": prompt, **{name: values[p] for name, values in columns_P.items()},
+        "answers": answers[p * size : (p + 1) * size],
+      }
+      for p, prompt in enumerate(prompts_P)
+    ]  # fmt: skip
 
   def _metrics(self, found: Progress, by_name: dict, reward_B: np.ndarray) -> dict[str, float]:
     spread_P = reward_B.reshape(-1, self._keys.num_generations).std(1)
@@ -210,21 +193,17 @@ class Rollouts:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _random_keys(seed: int, numbers_BN):
-  """A key for each row of numbers."""
   return jax.vmap(lambda numbers: functools.reduce(jax.random.fold_in, numbers, jax.random.key(seed)))(numbers_BN)
 
 
 def _packed(fetched: Fetched) -> dict:
   """The host's batch of answers, and the data position, as JSON values."""
-  batch = fetched.batch
-  arrays = batch.arrays | {name: getattr(batch, name) for name in ("document_BS", "offset_BS", "epoch_B")}
+  arrays = fetched.batch.arrays | {name: getattr(fetched.batch, name) for name in _OF_BATCH}
   coded = {name: [x.dtype.str, x.shape, base64.b64encode(x.tobytes()).decode()] for name, x in arrays.items()}
   return {"batch": coded, "position": fetched.position}
 
 
 def _unpacked(coded: dict) -> Batch:
-  arrays = {
-    name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape) for name, (dtype, shape, text) in coded.items()
-  }
-  own = [arrays.pop(name) for name in ("document_BS", "offset_BS", "epoch_B")]
-  return Batch(arrays, *own)
+  whole = lambda dtype, shape, text: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)  # noqa: E731
+  arrays = {name: whole(*parts) for name, parts in coded.items()}
+  return Batch(arrays, *(arrays.pop(name) for name in _OF_BATCH))

@@ -31,7 +31,6 @@ class StopSignals:
   def __exit__(self, *exception) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
-    self._previous = {}
 
   @property
   def exit_code(self) -> int:
