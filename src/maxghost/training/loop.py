@@ -21,10 +21,11 @@ import numpy as np
 
 from maxghost.config import Config
 from maxghost.parallel import distributed
-from maxghost.training import metrics, scoring
+from maxghost.training import metrics
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
+from maxghost.training.diloco import OuterSteps, account_metrics
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
@@ -112,6 +113,7 @@ class TrainingLoop:
     """
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
+    self._closing: dict[str, Any] | None = position.closing  # of the last step, if an outer step came after it
     self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
@@ -146,6 +148,8 @@ class TrainingLoop:
     self._read_started()
     self._read = functools.partial(self._read_outputs, step, fetched, outputs, replaced)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
+    if self._program.outer:
+      self._meet(step, self._program.outer)
     interval = self._cfg.run.eval_interval
     if interval > 0 and (is_last or done % interval == 0):
       self._evaluate()
@@ -157,6 +161,9 @@ class TrainingLoop:
 
   def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
     """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
+    if self._closing is not None:
+      closing, self._closing = self._closing, None
+      return closing
     if not self._validation.replaces(step):
       return None
     if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time
@@ -167,6 +174,17 @@ class TrainingLoop:
     if turned := closing.pop("turned", None):
       self._state = carry(self._state, turned)
     return closing
+
+  def _meet(self, step: int, outer: OuterSteps) -> None:
+    """DiLoCo: what follows the step just started. The step's account is closed before, as the parameters jump."""
+    rows = self._validation.batches(step) if self._val_sets else ()
+    if outer.moves(step + 1) and self._validation.closes(step + 1):
+      self._closing = self._program.to_host(self._program.closing(self._state, rows))
+    self._state, account = outer(self._state, step + 1, rows)
+    if account:
+      self._read_started()
+      assert self._pending is not None
+      self._pending |= account_metrics(account, self._val_sets)
 
   # Evaluations, checkpoints and the end, which wait for results.
 
@@ -206,6 +224,7 @@ class TrainingLoop:
       pending=self._pending and self._pending | self._by_domain(),
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
+      closing=self._closing and {name: np.asarray(value).tolist() for name, value in self._closing.items()},
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
@@ -219,7 +238,7 @@ class TrainingLoop:
     if not self._validation.has_open_account(num_steps):
       return
     batches = self._validation.batches(num_steps - 1)
-    closing = self._program.closing(self._state, batches)
+    closing = self._closing or self._program.closing(self._state, batches)
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
@@ -235,7 +254,7 @@ class TrainingLoop:
 
   def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
     """Reads a step's outputs and completes the record before it. replaced: what closes an account on old rows."""
-    outputs = scoring.to_host(outputs)  # waits until the step is done
+    outputs = self._program.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)
     closing = None
@@ -280,7 +299,7 @@ class TrainingLoop:
     contain some already.
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
-    closing = {name: jax.device_get(value) for name, value in closing.items()}
+    closing = {name: np.asarray(value) for name, value in self._program.to_host(closing).items()}
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
     for k, (name, before) in enumerate(zip(self._val_sets, self._position.open_loss, strict=True)):

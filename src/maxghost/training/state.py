@@ -157,6 +157,7 @@ class Position:
   open_loss: the last measured validation loss, [K], which opens the account of the following steps.
   scores: position of the score log, or a list with one for each of several processes; None without a log.
   reweighting: state of the domains' shares, None if they are constant. rows: of each step over all devices, 0: unknown.
+  closing: what closes the account of the last step, if an outer step (DiLoCo) came after it.
   """
 
   completed_steps: int = 0
@@ -168,6 +169,7 @@ class Position:
   scores: dict | list | None = None
   reweighting: dict | None = None
   rows: int = 0
+  closing: dict[str, list] | None = None
 
   def scores_of(self, process: int) -> dict | None:
     """The position of one process's score log; only its step, if other processes wrote it before."""
