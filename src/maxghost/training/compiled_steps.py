@@ -102,7 +102,7 @@ def build(plan: Plan) -> Program:
   state, batch, val_batches = plan.arguments
   futures = {}
 
-  def submit(name: str, begin: float, function: Callable, *arguments, layout=layout, **options) -> None:
+  def submit(name: str, begin: float, function: Callable, *arguments, **options) -> None:
     """Lowers here, since only the main thread traces."""
     lowered = lower(name, function, layout, *arguments, **options)
     futures[name] = pool.submit(_compile, name, lowered, time.perf_counter() - begin, layout.platform)
@@ -121,7 +121,7 @@ def build(plan: Plan) -> Program:
     rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout, cfg.evaluated)
     evaluate = step_lib.make_eval_step(cfg, graphdef)
     evaluate = apart.evaluation(evaluate) if apart else evaluate
-    submit("evaluate", time.perf_counter(), evaluate, state, rows, layout=layout.together)
+    submit("evaluate", time.perf_counter(), evaluate, state, rows)
   for name, (function, arguments, out) in (apart.programs() if apart else {}).items():
     submit(name, time.perf_counter(), function, *arguments, out_shardings=out)
   pool.shutdown(wait=False)

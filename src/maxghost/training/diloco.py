@@ -14,6 +14,7 @@ R slices, H steps between two outer steps of a parameter, F fragments, K validat
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -26,10 +27,12 @@ from maxghost.config import Config
 from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import of_validation
+from maxghost.optimizers import by_label
 from maxghost.parallel import distributed
 from maxghost.parallel.axis_rules import APART, BATCH
-from maxghost.parallel.shardings import AXES, Layout, constrain, use
+from maxghost.parallel.shardings import AXES, Layout, constrain, slash_path, use
 from maxghost.training import devices, scoring
+from maxghost.training.memory_report import shown
 
 # Parts of the train state: global model (as in any checkpoint), states of the slices [R, ...], state of the outer step.
 GLOBAL, INNER, OUTER = "model", "inner_state", "outer_state"
@@ -128,9 +131,26 @@ class Diloco:
       f"DiLoCo: {self.layout.apart} slices train apart; an outer step{parts} every {parallel.diloco_sync_period} steps"
       f"{late} (Nesterov, rate {parallel.diloco_outer_lr:g}, momentum {parallel.diloco_outer_momentum:g})"
     ]
+    sizes = [self.bytes_sent(fragment) for fragment in range(count)]
+    largest = f", {shown(max(sizes))} at once" if count > 1 else ""
+    lines.append(
+      f"DiLoCo: outer steps send {shown(sum(sizes))} between slices on each device in {parallel.diloco_sync_period} steps"
+      f"{largest}; steps send nothing between slices"
+    )
     if self.cfg.val_sets:
       lines.append("scores: against the validation loss of the row's own slice, as parts of the mean over slices")
     return lines
+
+  def bytes_sent(self, fragment: int) -> int:
+    """Bytes of the pseudo-gradient of a fragment on one device, in float32 or wider."""
+    flat, total = dict(nnx.to_flat_state(self.state)), 0
+    for path, fragments in self.trained.items():
+      x = flat[OUTER, "momentum", *path].get_value()
+      size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+      if fragment in fragments:
+        entries = x.shape[0] if len(fragments) > 1 else 1
+        total += size * len(range(fragment if entries > 1 else 0, entries, len(fragments))) // entries
+    return total
 
   # What slices do apart.
 
@@ -185,16 +205,26 @@ class Diloco:
     return scoring.to_host(by_row) | found
 
   def evaluation(self, evaluate: Callable) -> Callable:
-    """`step.make_eval_step` at the global parameters."""
-    return lambda whole, batch: evaluate(self._at_global(whole), batch)
+    """`step.make_eval_step` at the global parameters; every slice has a part of the rows."""
 
-  def _at_global(self, whole: nnx.State) -> nnx.State:
-    """A train state of one slice with the global parameters; its other parts are those of slice 0."""
-    flat, made = dict(nnx.to_flat_state(whole)), []
-    for path, v in nnx.to_flat_state(self.inner):
-      x = flat[path if path[0] == GLOBAL else (INNER, *path)].get_value()
-      made.append((path, v.replace(x if x.shape == v.shape else x[0])))
-    return nnx.from_flat_state(made)
+    def evaluated(whole, batch):
+      rows = jax.tree.map(lambda x: x.reshape(self.layout.apart, -1, *x.shape[1:]), batch)
+      return jax.tree.map(lambda sums_R: sums_R.sum(0), self._at_global(evaluate, whole, rows, 0))
+
+    return evaluated
+
+  def _at_global(self, function: Callable, whole: nnx.State, batches, axis: int | None = None):
+    """function(train state of a slice with the global parameters, batches) in every slice, so that none sends them.
+
+    axis: of the slices in batches; None: all slices have the same.
+    """
+    flat, copies = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}
+    for path, v in nnx.to_flat_state(self.state):
+      if path[:2] == (INNER, GLOBAL) and v.shape != flat[path[1:]].shape:
+        copy = jnp.broadcast_to(flat[path[1:]], v.shape)
+        copies[path] = jax.lax.with_sharding_constraint(copy, v.get_value().sharding)
+    mapped = jax.vmap(function, (self._axes, axis), spmd_axis_name=APART)
+    return mapped(self._inner(_replaced(whole, copies)), batches)
 
   # The outer step.
 
@@ -219,7 +249,8 @@ class Diloco:
 
   def programs(self) -> dict[str, tuple[Callable, tuple, Any]]:
     """{name: (function, abstract arguments, shardings of its results)} of what `OuterSteps` runs."""
-    trained = nnx.from_flat_state([(path, v) for path, v in self._params if path in self.trained])
+    inner = {path[2:]: v for path, v in nnx.to_flat_state(self.state) if path[:2] == (INNER, GLOBAL)}
+    trained = {slash_path(path): inner[path].get_value() for path in self.trained}
     val_batches = devices.validation_shapes(self.cfg, self.layout)
     gradients, programs = (trained,) * len(val_batches), {}
     if val_batches:
@@ -234,26 +265,33 @@ class Diloco:
     return programs
 
   def gradients(self, whole: nnx.State, val_batches: tuple):
-    """(losses [K], K gradients) of the validation rows at the global parameters."""
-    held = nnx.merge(self.graphdef, self._at_global(whole))
-    split = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
-    losses, gradients = passes.validation_gradients(split, of_validation(self.cfg), val_batches)
-    return constrain(losses, (None,)), tuple(gradients)
+    """(losses [R, K], K dicts {label: gradient [R, ...]}) at the global parameters, the same in every slice."""
+
+    def of_slice(inner, val_batches):
+      held = nnx.merge(self.graphdef, inner)
+      split = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
+      losses, gradients = passes.validation_gradients(split, of_validation(self.cfg), val_batches)
+      return constrain(losses, (None,)), tuple(map(by_label, gradients))
+
+    return self._at_global(of_slice, whole, val_batches)
 
   def losses(self, whole: nnx.State, val_batches: tuple):
-    """Losses [K] of the validation rows at the global parameters."""
-    model = nnx.merge(self.graphdef, self._at_global(whole)).model
-    pairs = zip(of_each_set(of_validation(self.cfg), val_batches), val_batches, strict=True)
-    return constrain(jnp.stack([passes.validation_mean(*loss(model, rows)) for loss, rows in pairs]), (None,))
+    """Losses [R, K] of the validation rows at the global parameters, the same in every slice."""
+
+    def of_slice(inner, val_batches):
+      model = nnx.merge(self.graphdef, inner).model
+      pairs = zip(of_each_set(of_validation(self.cfg), val_batches), val_batches, strict=True)
+      return constrain(jnp.stack([passes.validation_mean(*loss(model, rows)) for loss, rows in pairs]), (None,))
+
+    return self._at_global(of_slice, whole, val_batches)
 
   def move(self, kind: str, fragment: int, whole: nnx.State, gradients: tuple):
     """(state after an entry of `due`, its account); gradients: from `gradients`; without them no account.
 
     The account has the nats by which the move lowers the validation loss at the global parameters to first order, by
-    cause: momentum [K], pseudo_gradient [K], and without overlap its part from each slice, slice [R, K].
+    cause: momentum and pseudo_gradient, [R, K] alike in every slice, and without overlap the part of each slice.
     """
     flat = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}
-    labelled = [dict(nnx.to_flat_state(gradient)) for gradient in gradients]
     new, products = {}, []
     for path, fragments in self.trained.items():
       if fragment not in fragments:
@@ -273,8 +311,8 @@ class Diloco:
         after, moved, x_after = (jnp.where(sent, y, x) for y, x in ((after, m), (moved, g), (x_after, x_R)))
       for name, value, lead in (("g", moved, 0), ("x", x_after, 1), ("m", after, 0)):
         new[names[name]] = part.put(flat[names[name]], value, lead)
-      along = [part.of(gradient[path].get_value()).astype(m.dtype) for gradient in labelled]
-      products.append([self._products(G, m, pseudo, g - x_R if kind == SYNC else None) for G in along])
+      along = [part.of(gradient[slash_path(path)], 1).astype(m.dtype) for gradient in gradients]
+      products.append([self._products(G, m, pseudo, g[None] - x_R if kind == SYNC else None) for G in along])
     if self._late:
       new[OUTER, "sent"] = flat[OUTER, "sent"].at[fragment].set(int(kind == SEND))
     account = {}
@@ -294,15 +332,12 @@ class Diloco:
     whole_R = jnp.broadcast_to(moved, x_R.shape)
     return after, moved, alpha * x_R + (1 - alpha) * whole_R if alpha else whole_R
 
-  def _products(self, gradient, m, pseudo, apart_R) -> dict:
-    """The account of one parameter and set; apart_R: the pseudo-gradient of each slice, if known."""
+  def _products(self, gradient_R, m, pseudo, apart_R) -> dict:
+    """The account [R] of one parameter and set; apart_R: the pseudo-gradient of each slice, if known."""
     rate, beta = self.cfg.parallel.diloco_outer_lr, self.cfg.parallel.diloco_outer_momentum
-    out = {"momentum": rate * beta**2 * jnp.vdot(gradient, m)}
-    out["pseudo_gradient"] = rate * (1 + beta) * jnp.vdot(gradient, pseudo)
-    if apart_R is not None:
-      products_R = (gradient * apart_R).reshape(len(apart_R), -1).sum(1)
-      out["slice"] = rate * (1 + beta) / len(apart_R) * products_R
-    return out
+    along = lambda x_R: (gradient_R * x_R).reshape(len(gradient_R), -1).sum(1)  # noqa: E731
+    out = {"momentum": rate * beta**2 * along(m[None]), "pseudo_gradient": rate * (1 + beta) * along(pseudo[None])}
+    return out if apart_R is None else out | {"slice": rate * (1 + beta) / len(apart_R) * along(apart_R)}
 
 
 class OuterSteps:
@@ -333,11 +368,11 @@ class OuterSteps:
     after = self._program("outer_losses")(state, val_batches)
     found: dict[str, Any] = {}
     for account in accounts:
-      own = jax.device_get({name: x for name, x in account.items() if name != "slice"})
-      own |= of_slices({name: x for name, x in account.items() if name == "slice"})
+      own = {name: x if name == "slice" else x[0] for name, x in of_slices(account).items()}
       found = {name: found.get(name, 0.0) + own.get(name, 0.0) for name in found | own}
     found["predicted_drop"] = found["momentum"] + found["pseudo_gradient"]
-    found["actual_drop"] = np.asarray(before, np.float64) - np.asarray(after, np.float64)
+    before, after = of_slices((before, after))
+    found["actual_drop"] = before[0].astype(np.float64) - after[0]
     return state, found
 
 
