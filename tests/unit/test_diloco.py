@@ -23,7 +23,7 @@ from maxghost.config import ConfigError
 from maxghost.interop.load_tree import load_tree
 from maxghost.parallel import collectives
 from maxghost.parallel.shardings import Layout, own_rows
-from maxghost.training import compiled_steps, memory_report, state
+from maxghost.training import compiled_steps, memory_report, scoring, state
 from maxghost.training.diloco import MERGE, SEND, SYNC
 from maxghost.training.plan import Plan
 
@@ -531,3 +531,60 @@ def test_a_run_keeps_its_slices(whole, capsys):
   assert "holds a DiLoCo run of 4 slices, each with parameters of its own; use dcn_data" in capsys.readouterr().err
   assert train.main([*base, "diloco_outer_lr=0.5"]) == 2
   assert "diloco_outer_lr: the run has 0.3, the command 0.5" in capsys.readouterr().err
+
+
+def first_steps(plan: Plan, batches: list, begun):
+  """(state, outputs on the host) after the given batches, with the train step alone."""
+  step, _ = compiled_steps.train_step(plan)
+  compiled = compiled_steps.lower("train_step", step, plan.layout, *plan.arguments).compile()
+  if plan.apart:
+    assert not [one for one in sent(compiled, plan) if "diloco" in one.axes]
+  now, outs = begun, []
+  for batch in batches:
+    now, out = compiled(now, plan.layout.put(batch, len(batch["inputs"])), (plan.layout.put(VALIDATION),))
+    outs.append((plan.apart or scoring).to_host(out))
+  return arrays(now), outs
+
+
+COMBINED = {
+  "muon": {"opt_type": "muon"},
+  "accumulation": {"gradient_accumulation_steps": 2},
+  "reverse_scan": {"ghost_schedule": "reverse_scan", "segment_lengths": (1,)},
+  "forward_mode": {"ghost_schedule": "forward_mode"},
+  "concat": {"ghost_schedule": "concat", "ghost_direction": "sgd"},
+  "second_order": {"ghost_direction": "second_order"},
+  "rank": {"ghost_rank": 4},
+  "qk_clip": {"use_qk_clip": True, "qk_clip_threshold": 0.01},
+  "mtp": {"mtp_num_layers": 1},
+  "path": {"ghost_direction": "path", "ghost_detail": "token"},
+}
+
+
+@pytest.mark.parametrize(
+  "case", [pytest.param(name, marks=[] if name == "reverse_scan" else [pytest.mark.slow]) for name in COMBINED]
+)
+def test_a_slice_is_a_run_of_its_own(case):
+  """Two steps of two slices are those of two plain runs with half of the rows each; scores are halved."""
+  keys = COMBINED[case] | {"learning_rate": 1e-3}
+  rows = 4 // keys.get("gradient_accumulation_steps", 1)
+  plan = plan_of(2, **keys, per_device_batch_size=rows)
+  begun = meshes.place(plan.cfg, plan.graphdef, plan.inner, plan.layout)
+  whole, outs = first_steps(plan, BATCHES[:2], plan.apart.begin(begun))
+  for r in range(2):
+    alone = plan_of(1, enable_diloco=False, dcn_data_parallelism=1, **keys, per_device_batch_size=rows)
+    begun = meshes.place(alone.cfg, alone.graphdef, alone.state, alone.layout)
+    halves = [{k: x[4 * r : 4 * r + 4] for k, x in batch.items()} for batch in BATCHES[:2]]
+    expected, theirs = first_steps(alone, halves, begun)
+    for k, x in expected.items():
+      found = whole[f"inner_state/{k}"]
+      found = found[r] if found.ndim > x.ndim else found
+      assert np.abs(found - x).max() <= 2e-5 * max(np.abs(x).max(), 1e-6), k
+    for ours, own in zip(outs, theirs, strict=True):
+      assert ours[f"diloco/loss/{r}"] == pytest.approx(float(own["loss"]), rel=1e-5)
+      for name, axis in scoring.ROW_AXIS.items():
+        for a, b in zip(*(jax.tree.leaves(out.get(name, ())) for out in (ours, own)), strict=True):
+          a = np.take(a, range(4 * r, 4 * r + 4), axis) * (2 if name in HALVED else 1)
+          assert meshes.relative_error(a, b) < 1e-4, name
+
+
+HALVED = ("contribution_BSK", "share_BS", "param_contribution", "token_contribution_KBT")

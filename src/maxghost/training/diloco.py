@@ -134,8 +134,8 @@ class Diloco:
     sizes = [self.bytes_sent(fragment) for fragment in range(count)]
     largest = f", {shown(max(sizes))} at once" if count > 1 else ""
     lines.append(
-      f"DiLoCo: outer steps send {shown(sum(sizes))} between slices on each device in {parallel.diloco_sync_period} steps"
-      f"{largest}; steps send nothing between slices"
+      f"DiLoCo: outer steps send {shown(sum(sizes))} between slices on each device in {parallel.diloco_sync_period} "
+      f"steps{largest}; the steps themselves send nothing there"
     )
     if self.cfg.val_sets:
       lines.append("scores: against the validation loss of the row's own slice, as parts of the mean over slices")
@@ -207,8 +207,12 @@ class Diloco:
   def evaluation(self, evaluate: Callable) -> Callable:
     """`step.make_eval_step` at the global parameters; every slice has a part of the rows."""
 
+    def part(x):
+      x = x.reshape(self.layout.apart, -1, *x.shape[1:])
+      return constrain(x, (APART, BATCH, *(None,) * (x.ndim - 2)), "the rows of an evaluation")
+
     def evaluated(whole, batch):
-      rows = jax.tree.map(lambda x: x.reshape(self.layout.apart, -1, *x.shape[1:]), batch)
+      rows = jax.tree.map(part, batch)
       return jax.tree.map(lambda sums_R: sums_R.sum(0), self._at_global(evaluate, whole, rows, 0))
 
     return evaluated
