@@ -54,6 +54,7 @@ def sizes(args) -> tuple[int, int, list[int]]:
   from maxghost.parallel import collectives
   from maxghost.parallel.shardings import Layout
   from maxghost.training import compiled_steps
+  from maxghost.training.outer import Outer
   from maxghost.training.plan import Plan
 
   def sent(name: str, function, arguments, layout) -> int:
@@ -72,7 +73,7 @@ def sizes(args) -> tuple[int, int, list[int]]:
   for keys in ([], ["num_diloco_fragments=2"]):
     one = plan(*apart(args, *keys))
     assert sent("train_step", compiled_steps.train_step(one)[0], one.arguments, one.layout) == 0
-    found.append([sent(name, f, given, one.layout) for name, (f, given, _) in one.apart.programs().items()])
+    found.append([sent(name, f, given, one.layout) for name, (f, given, _) in Outer(one.apart).programs().items()])
   return together, sum(found[0]), found[1]
 
 

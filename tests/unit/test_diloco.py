@@ -24,7 +24,7 @@ from maxghost.interop.load_tree import load_tree
 from maxghost.parallel import collectives
 from maxghost.parallel.shardings import Layout, own_rows
 from maxghost.training import compiled_steps, memory_report, scoring, state
-from maxghost.training.diloco import MERGE, SEND, SYNC
+from maxghost.training.outer import MERGE, SEND, SYNC, Outer
 from maxghost.training.plan import Plan
 
 ROWS = ((16,), (9,), (11,), (2,), (6,), (12,), (5,), (13,))
@@ -66,7 +66,8 @@ class Run:
       self.outs.append(program.to_host(out))
       self.apart.append(arrays(now))
       if program.outer:
-        now, account = program.outer(now, done, rows)
+        moves = Outer(plan.apart).due(done)
+        now, account = program.outer(now, moves, rows if moves else ())
         self.accounts.append(account)
       self.states.append(arrays(now))
 
@@ -306,7 +307,7 @@ def test_only_outer_steps_send_between_slices(devices):
     crossing = [one for one in crossing if "diloco" in one.axes]
     assert {one.axes for one in crossing} == {("diloco",)} and {one.kind for one in crossing} == {"all-reduce"}
     parts.append(sum(one.num_bytes * one.count for one in crossing))
-    assert parts[-1] == plan.apart.bytes_sent(fragment)
+    assert parts[-1] == Outer(plan.apart).bytes_sent(fragment)
   norms = 0 if devices == 4 else 4 * 5 * 24  # whole on both devices of a slice
   assert size <= sum(parts) <= size + norms and max(parts) < 0.6 * size
   together = plan_of(devices, enable_diloco=False, ghost_enabled=False, **keys)
@@ -320,15 +321,15 @@ def test_only_outer_steps_send_between_slices(devices):
 def test_the_order_of_outer_steps():
   """H = 6, F = 2, 2 steps of overlap; a run of 20 steps, and one continued after 8, whose last step met early."""
   streamed = {"diloco_sync_period": 6, "num_communication_overlapping_steps": 2, "num_diloco_fragments": 2}
-  due = plan_of(2, **streamed, steps=20).apart.due
+  due = Outer(plan_of(2, **streamed, steps=20).apart).due
   assert {done: due(done) for done in range(1, 21) if due(done)} == {
     3: [(SEND, 1)], 5: [(MERGE, 1)], 6: [(SEND, 0)], 8: [(MERGE, 0)], 9: [(SEND, 1)], 11: [(MERGE, 1)],
     12: [(SEND, 0)], 14: [(MERGE, 0)], 15: [(SEND, 1)], 17: [(MERGE, 1)], 18: [(SEND, 0)],
     20: [(MERGE, 0), (SYNC, 0), (SYNC, 1)],
   }  # fmt: skip
-  due = plan_of(2, **streamed, steps=7).apart.due
+  due = Outer(plan_of(2, **streamed, steps=7).apart).due
   assert due(7) == [(MERGE, 0), (SYNC, 0), (SYNC, 1)]
-  due = plan_of(2, diloco_sync_period=6, steps=8).apart.due
+  due = Outer(plan_of(2, diloco_sync_period=6, steps=8).apart).due
   assert {done: due(done) for done in range(1, 9) if due(done)} == {6: [(SYNC, 0)], 8: [(SYNC, 0)]}
 
 

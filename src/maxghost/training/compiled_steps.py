@@ -14,9 +14,10 @@ from maxghost.config import ConfigError, replace
 from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
 from maxghost.parallel import distributed, shardings
-from maxghost.training import diloco, scoring
+from maxghost.training import outer, scoring
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
+from maxghost.training.diloco import Diloco
 from maxghost.training.memory_report import compiled_sizes
 from maxghost.training.plan import Plan
 
@@ -54,13 +55,11 @@ class Program:
   of slices that train apart; None without DiLoCo.
   """
 
-  def __init__(
-    self, futures: Mapping[str, Future[Executable]], scored: dict[str, int], apart: diloco.Diloco | None = None
-  ):
+  def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int], apart: Diloco | None = None):
     self._futures = futures
     self.scored = scored
     self.to_host = apart.to_host if apart else scoring.to_host
-    self.outer = diloco.OuterSteps(apart, functools.cache(self._ready)) if apart else None
+    self.outer = outer.OuterSteps(outer.Outer(apart), functools.cache(self._ready)) if apart else None
 
   train_step = _compiled("train_step")
   plain_step = _compiled("plain_step")  # without scores, for runs that score only some steps
@@ -122,7 +121,7 @@ def build(plan: Plan) -> Program:
     evaluate = step_lib.make_eval_step(cfg, graphdef)
     evaluate = apart.evaluation(evaluate) if apart else evaluate
     submit("evaluate", time.perf_counter(), evaluate, state, rows)
-  for name, (function, arguments, out) in (apart.programs() if apart else {}).items():
+  for name, (function, arguments, out) in (outer.Outer(apart).programs() if apart else {}).items():
     submit(name, time.perf_counter(), function, *arguments, out_shardings=out)
   pool.shutdown(wait=False)
   scored = {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {}
@@ -134,7 +133,7 @@ def lower(
 ) -> jax.stages.Lowered:
   """Lowers a function. A step donates its state, and returns it with the same shardings."""
   options: dict[str, Any] = {"out_shardings": out_shardings}
-  if name in ("train_step", "plain_step") or name.startswith(diloco.OUTER_STEP):
+  if name in ("train_step", "plain_step") or name.startswith(outer.OUTER_STEP):
     options = {"donate_argnums": (0,), "out_shardings": (layout.shardings(arguments[0]), None)}
   function.__name__ = name  # what profiles and JAX's own compile log call it
   with shardings.use(layout):

@@ -1,22 +1,14 @@
-"""DiLoCo: slices train apart, each with a train state of its own, and meet in an outer step every few steps.
+"""DiLoCo (Douillard et al., arXiv:2311.08105): slices train apart, each with a train state of its own.
 
-Sources: Douillard et al., arXiv:2311.08105; fragments and overlap: Streaming DiLoCo, arXiv:2501.18512.
+A step is the ordinary one, mapped over slices: nothing is sent between them. They meet in outer steps (`outer.py`).
 
-A step is the ordinary one, mapped over slices: nothing is sent between them. The outer step of a parameter with global
-value g, values x_r in the slices and outer momentum m:
-
-    D = mean over r of (g - x_r);   m' = momentum * m + D;   g' = g - rate * (D + momentum * m');   x_r' = g'
-
-With overlap, D is formed first, and g' and m' some steps later; then x_r' = alpha * x_r + (1 - alpha) * g'.
-
-R slices, H steps between two outer steps of a parameter, F fragments, K validation sets, B rows of a batch.
+R slices, K validation sets, B rows of a batch.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +16,13 @@ import numpy as np
 from flax import nnx
 
 from maxghost.config import Config
-from maxghost.ghost.schedules import Model, passes
-from maxghost.ghost.schedules.base import of_each_set
-from maxghost.objectives import of_validation
-from maxghost.optimizers import by_label
 from maxghost.parallel import distributed
 from maxghost.parallel.axis_rules import APART, BATCH
-from maxghost.parallel.shardings import AXES, Layout, constrain, slash_path, use
-from maxghost.training import devices, scoring
-from maxghost.training.memory_report import shown
+from maxghost.parallel.shardings import AXES, Layout, constrain, use
+from maxghost.training import scoring
 
 # Parts of the train state: global model (as in any checkpoint), states of the slices [R, ...], state of the outer step.
 GLOBAL, INNER, OUTER = "model", "inner_state", "outer_state"
-SEND, MERGE, SYNC = "send", "merge", "sync"
-OUTER_STEP = "outer_step"  # what the names of programs begin with that change the state
 # Outputs of a step that are parts of the mean over slices; of the others not listed in `_JOIN` the mean is taken.
 _SHARED_OUT = ("contribution_BSK", "share_BS", "param_contribution", "token_contribution_KBT")
 _JOIN: dict[str, Callable] = {
@@ -78,12 +63,12 @@ class Diloco:
       if not _is_common(x):
         v = v.replace(jax.ShapeDtypeStruct((self.layout.apart, *x.shape), x.dtype), axes=(APART, *axes))
       whole.append(((INNER, *path), v))
-    kinds = ("momentum", "pseudo_gradient") if self._late else ("momentum",)
+    kinds = ("momentum", "pseudo_gradient") if self.late else ("momentum",)
     for path in self.trained:
       v = flat[GLOBAL, *path]
       wide = jax.ShapeDtypeStruct(v.shape, jnp.promote_types(v.dtype, jnp.float32))
       whole += [((OUTER, kind, *path), OuterState(wide, axes=v.get_metadata().get(AXES))) for kind in kinds]
-    if self._late:  # whether a fragment's pseudo-gradient is on its way
+    if self.late:  # whether a fragment's pseudo-gradient is on its way
       sent = jax.ShapeDtypeStruct((self.cfg.parallel.num_diloco_fragments,), jnp.int32)
       whole.append(((OUTER, "sent"), OuterState(sent)))
     return self.layout.abstract(nnx.from_flat_state(whole))
@@ -103,7 +88,7 @@ class Diloco:
     return jax.jit(spread, out_shardings=self.layout.shardings(like))(inner)
 
   @property
-  def _late(self) -> int:
+  def late(self) -> int:
     """Steps from the pseudo-gradient of a fragment to its outer step."""
     return self.cfg.parallel.num_communication_overlapping_steps
 
@@ -122,36 +107,6 @@ class Diloco:
     """The slice axis of each leaf of `_inner`; None: common to all."""
     return jax.tree.map(lambda x: None if _is_common(x) else 0, self.inner)
 
-  def lines(self) -> list[str]:
-    """What a run says at its start."""
-    parallel, count = self.cfg.parallel, self.cfg.parallel.num_diloco_fragments
-    parts = f" of each of {count} fragments" if count > 1 else ""
-    late = f", {self._late} steps after its pseudo-gradient" if self._late else ""
-    lines = [
-      f"DiLoCo: {self.layout.apart} slices train apart; an outer step{parts} every {parallel.diloco_sync_period} steps"
-      f"{late} (Nesterov, rate {parallel.diloco_outer_lr:g}, momentum {parallel.diloco_outer_momentum:g})"
-    ]
-    sizes = [self.bytes_sent(fragment) for fragment in range(count)]
-    largest = f", {shown(max(sizes))} at once" if count > 1 else ""
-    lines.append(
-      f"DiLoCo: outer steps send {shown(sum(sizes))} between slices on each device in {parallel.diloco_sync_period} "
-      f"steps{largest}; the steps themselves send nothing there"
-    )
-    if self.cfg.val_sets:
-      lines.append("scores: against the validation loss of the row's own slice, as parts of the mean over slices")
-    return lines
-
-  def bytes_sent(self, fragment: int) -> int:
-    """Bytes of the pseudo-gradient of a fragment on one device, in float32 or wider."""
-    flat, total = dict(nnx.to_flat_state(self.state)), 0
-    for path, fragments in self.trained.items():
-      x = flat[OUTER, "momentum", *path].get_value()
-      size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-      if fragment in fragments:
-        entries = x.shape[0] if len(fragments) > 1 else 1
-        total += size * len(range(fragment if entries > 1 else 0, entries, len(fragments))) // entries
-    return total
-
   # What slices do apart.
 
   def train_step(self, step: Callable) -> Callable:
@@ -169,7 +124,7 @@ class Diloco:
       inner, out = mapped(self._inner(whole), rows, val_batches)
       new = {(INNER, *path): v.get_value() for path, v in nnx.to_flat_state(inner)}
       out = {name: jax.tree.map(functools.partial(self._of_all_rows, name), x) for name, x in out.items()}
-      return _replaced(whole, new), out
+      return replaced(whole, new), out
 
     return apart
 
@@ -213,11 +168,11 @@ class Diloco:
 
     def evaluated(whole, batch):
       rows = jax.tree.map(part, batch)
-      return jax.tree.map(lambda sums_R: sums_R.sum(0), self._at_global(evaluate, whole, rows, 0))
+      return jax.tree.map(lambda sums_R: sums_R.sum(0), self.at_global(evaluate, whole, rows, 0))
 
     return evaluated
 
-  def _at_global(self, function: Callable, whole: nnx.State, batches, axis: int | None = None):
+  def at_global(self, function: Callable, whole: nnx.State, batches, axis: int | None = None):
     """function(train state of a slice with the global parameters, batches) in every slice, so that none sends them.
 
     axis: of the slices in batches; None: all slices have the same.
@@ -228,168 +183,7 @@ class Diloco:
         copy = jnp.broadcast_to(flat[path[1:]], v.shape)
         copies[path] = jax.lax.with_sharding_constraint(copy, v.get_value().sharding)
     mapped = jax.vmap(function, (self._axes, axis), spmd_axis_name=APART)
-    return mapped(self._inner(_replaced(whole, copies)), batches)
-
-  # The outer step.
-
-  def due(self, done: int) -> list[tuple[str, int]]:
-    """What follows step number `done` (from 1): pairs of SEND, MERGE or SYNC and a fragment, in order.
-
-    Fragment f meets after f H / F + i H steps; the last step of a run is followed by an outer step of every fragment,
-    without overlap, so that the global parameters contain all steps.
-    """
-    parallel = self.cfg.parallel
-    period, count, late = parallel.diloco_sync_period, parallel.num_diloco_fragments, self._late
-    last, moves = done == self.cfg.run.steps, []
-    for fragment in range(count):
-      behind = (done - fragment * period // count) % period  # steps since the fragment was sent
-      if late and done > behind and (behind == late or (last and 0 < behind < late)):
-        moves.append((MERGE, fragment))
-      if last or (behind == 0 and not late):
-        moves.append((SYNC, fragment))
-      elif behind == 0:
-        moves.append((SEND, fragment))
-    return moves
-
-  def programs(self) -> dict[str, tuple[Callable, tuple, Any]]:
-    """{name: (function, abstract arguments, shardings of its results)} of what `OuterSteps` runs."""
-    inner = {path[2:]: v for path, v in nnx.to_flat_state(self.state) if path[:2] == (INNER, GLOBAL)}
-    trained = {slash_path(path): inner[path].get_value() for path in self.trained}
-    val_batches = devices.validation_shapes(self.cfg, self.layout)
-    gradients, programs = (trained,) * len(val_batches), {}
-    if val_batches:
-      placed = (None, jax.tree.map(lambda x: x.sharding, gradients))
-      programs["outer_gradients"] = functools.partial(self.gradients), (self.state, val_batches), placed
-      programs["outer_losses"] = functools.partial(self.losses), (self.state, val_batches), None
-    for kind in (SEND, MERGE, SYNC) if self._late else (SYNC,):
-      for fragment in range(self.cfg.parallel.num_diloco_fragments):
-        function = functools.partial(self.move, kind, fragment)
-        given = () if kind == SEND else gradients
-        programs[f"{OUTER_STEP}_{kind}_{fragment}"] = function, (self.state, given), None
-    return programs
-
-  def gradients(self, whole: nnx.State, val_batches: tuple):
-    """(losses [R, K], K dicts {label: gradient [R, ...]}) at the global parameters, the same in every slice."""
-
-    def of_slice(inner, val_batches):
-      held = nnx.merge(self.graphdef, inner)
-      split = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
-      losses, gradients = passes.validation_gradients(split, of_validation(self.cfg), val_batches)
-      return constrain(losses, (None,)), tuple(map(by_label, gradients))
-
-    return self._at_global(of_slice, whole, val_batches)
-
-  def losses(self, whole: nnx.State, val_batches: tuple):
-    """Losses [R, K] of the validation rows at the global parameters, the same in every slice."""
-
-    def of_slice(inner, val_batches):
-      model = nnx.merge(self.graphdef, inner).model
-      pairs = zip(of_each_set(of_validation(self.cfg), val_batches), val_batches, strict=True)
-      return constrain(jnp.stack([passes.validation_mean(*loss(model, rows)) for loss, rows in pairs]), (None,))
-
-    return self._at_global(of_slice, whole, val_batches)
-
-  def move(self, kind: str, fragment: int, whole: nnx.State, gradients: tuple):
-    """(state after an entry of `due`, its account); gradients: from `gradients`; without them no account.
-
-    The account has the nats by which the move lowers the validation loss at the global parameters to first order, by
-    cause: momentum and pseudo_gradient, [R, K] alike in every slice, and without overlap the part of each slice.
-    """
-    flat = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}
-    new, products = {}, []
-    for path, fragments in self.trained.items():
-      if fragment not in fragments:
-        continue
-      part = _Part(fragment, len(fragments))
-      names = {"g": (GLOBAL, *path), "x": (INNER, GLOBAL, *path), "m": (OUTER, "momentum", *path)}
-      m = part.of(flat[names["m"]])
-      g, x_R = part.of(flat[names["g"]]).astype(m.dtype), part.of(flat[names["x"]], 1).astype(m.dtype)
-      way = (OUTER, "pseudo_gradient", *path)
-      if kind == SEND:
-        new[way] = part.put(flat[way], g - x_R.mean(0))
-        continue
-      pseudo = part.of(flat[way]) if kind == MERGE else g - x_R.mean(0)
-      after, moved, x_after = self._outer(kind, g, m, pseudo, x_R)
-      if kind == MERGE:  # after the end of a run that was continued, nothing is on its way
-        sent = flat[OUTER, "sent"][fragment] > 0
-        after, moved, x_after = (jnp.where(sent, y, x) for y, x in ((after, m), (moved, g), (x_after, x_R)))
-      for name, value, lead in (("g", moved, 0), ("x", x_after, 1), ("m", after, 0)):
-        new[names[name]] = part.put(flat[names[name]], value, lead)
-      along = [part.of(gradient[slash_path(path)], 1).astype(m.dtype) for gradient in gradients]
-      products.append([self._products(G, m, pseudo, g[None] - x_R if kind == SYNC else None) for G in along])
-    if self._late:
-      new[OUTER, "sent"] = flat[OUTER, "sent"].at[fragment].set(int(kind == SEND))
-    account = {}
-    if gradients and kind != SEND:
-      sums = [jax.tree.map(lambda *x: sum(x), *of_set) for of_set in zip(*products, strict=True)]
-      account = jax.tree.map(lambda *x: jnp.stack(x, -1), *sums)
-      if kind == MERGE:
-        account = jax.tree.map(lambda x: jnp.where(flat[OUTER, "sent"][fragment] > 0, x, 0), account)
-    return _replaced(whole, new), account
-
-  def _outer(self, kind: str, g, m, pseudo, x_R) -> tuple:
-    """(m', g', x_R') of one parameter, as in the module docstring."""
-    parallel = self.cfg.parallel
-    beta, alpha = parallel.diloco_outer_momentum, parallel.communication_overlapping_alpha if kind == MERGE else 0.0
-    after = beta * m + pseudo
-    moved = g - parallel.diloco_outer_lr * (pseudo + beta * after)
-    whole_R = jnp.broadcast_to(moved, x_R.shape)
-    return after, moved, alpha * x_R + (1 - alpha) * whole_R if alpha else whole_R
-
-  def _products(self, gradient_R, m, pseudo, apart_R) -> dict:
-    """The account [R] of one parameter and set; apart_R: the pseudo-gradient of each slice, if known."""
-    rate, beta = self.cfg.parallel.diloco_outer_lr, self.cfg.parallel.diloco_outer_momentum
-    along = lambda x_R: (gradient_R * x_R).reshape(len(gradient_R), -1).sum(1)  # noqa: E731
-    out = {"momentum": rate * beta**2 * along(m[None]), "pseudo_gradient": rate * (1 + beta) * along(pseudo[None])}
-    return out if apart_R is None else out | {"slice": rate * (1 + beta) / len(apart_R) * along(apart_R)}
-
-
-class OuterSteps:
-  """Runs the outer steps of a run. program: the compiled function of a name in `Diloco.programs`."""
-
-  def __init__(self, apart: Diloco, program: Callable[[str], Callable]):
-    self._apart, self._program = apart, program
-
-  def moves(self, done: int) -> bool:
-    """Whether parameters change after step number `done` (from 1)."""
-    return any(kind != SEND for kind, _ in self._apart.due(done))
-
-  def __call__(self, state: nnx.State, done: int, val_batches: tuple) -> tuple[nnx.State, dict[str, np.ndarray]]:
-    """(state, account) after step number `done`. The state is donated; the account is empty where nothing moves.
-
-    The account, in nats at the global parameters: predicted_drop, actual_drop, momentum, pseudo_gradient [K], and
-    without overlap slice [R, K].
-    """
-    moves, accounts, gradients = self._apart.due(done), [], ()
-    measures = bool(val_batches) and self.moves(done)
-    if measures:
-      before, gradients = self._program("outer_gradients")(state, val_batches)
-    for kind, fragment in moves:
-      state, account = self._program(f"{OUTER_STEP}_{kind}_{fragment}")(state, () if kind == SEND else gradients)
-      accounts += [account] if account else []
-    if not measures:
-      return state, {}
-    after = self._program("outer_losses")(state, val_batches)
-    found: dict[str, Any] = {}
-    for account in accounts:
-      own = {name: x if name == "slice" else x[0] for name, x in of_slices(account).items()}
-      found = {name: found.get(name, 0.0) + own.get(name, 0.0) for name in found | own}
-    found["predicted_drop"] = found["momentum"] + found["pseudo_gradient"]
-    before, after = of_slices((before, after))
-    found["actual_drop"] = before[0].astype(np.float64) - after[0]
-    return state, found
-
-
-def account_metrics(account: Mapping[str, np.ndarray], val_sets: tuple[str, ...]) -> dict[str, float]:
-  """The diloco/* part of a record, from the account of `OuterSteps`."""
-  record = {}
-  for name, value in account.items():
-    for k, of_set in enumerate(val_sets):
-      if name == "slice":
-        record |= {f"diloco/pseudo_gradient/{of_set}/{r}": float(x) for r, x in enumerate(value[:, k])}
-      else:
-        record[f"diloco/{name}/{of_set}"] = float(value[k])
-  return record
+    return mapped(self._inner(replaced(whole, copies)), batches)
 
 
 def of_slices(tree: Any) -> Any:
@@ -402,26 +196,6 @@ def of_slices(tree: Any) -> Any:
     own = [{start: np.asarray(x, like.dtype) for start, x in m.items()} for m, like in zip(merged, leaves, strict=True)]
   whole = [np.concatenate([shards[start] for start in sorted(shards)]) for shards in own]
   return jax.tree.unflatten(structure, whole)
-
-
-class _Part(NamedTuple):
-  """The entries `first`, `first + every`, ... of the layer axis of a stacked parameter; all if `every` is 1."""
-
-  first: int
-  every: int
-
-  def of(self, x, axis: int = 0):
-    return x if self.every == 1 else x[(slice(None),) * axis + (slice(self.first, None, self.every),)]
-
-  def put(self, x, value, axis: int = 0):
-    """x with these entries replaced. Padding and selection stay on each device, where a scatter might not."""
-    value = value.astype(x.dtype)
-    if self.every == 1:
-      return value
-    behind = x.shape[axis] - 1 - self.first - (value.shape[axis] - 1) * self.every
-    padding = [(self.first, behind, self.every - 1) if i == axis else (0, 0, 0) for i in range(x.ndim)]
-    number = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return jnp.where(number % self.every == self.first, jax.lax.pad(value, jnp.zeros((), x.dtype), padding), x)
 
 
 def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:
@@ -445,7 +219,7 @@ def _is_common(x) -> bool:
   return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _replaced(whole: nnx.State, new: Mapping[tuple, Any]) -> nnx.State:
+def replaced(whole: nnx.State, new: Mapping[tuple, Any]) -> nnx.State:
   return nnx.from_flat_state(
     [(path, v.replace(new[path]) if path in new else v) for path, v in nnx.to_flat_state(whole)]
   )

@@ -25,7 +25,6 @@ from maxghost.training import metrics
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
-from maxghost.training.diloco import OuterSteps, account_metrics
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import StepFlops
 from maxghost.training.reweighting import Reweighter
@@ -140,7 +139,7 @@ class TrainingLoop:
   # Starting a step.
 
   def _turn(self, step: int, fetched: Fetched) -> None:
-    replaced = self._close_replaced_rows(step)
+    replaced = self._closing or self._close_replaced_rows(step)
     if self._val_sets and not self._validation.is_scored(step):
       self._state, outputs = self._program.plain_step(self._state, fetched.arrays, ())
     else:
@@ -149,7 +148,10 @@ class TrainingLoop:
     self._read = functools.partial(self._read_outputs, step, fetched, outputs, replaced)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
     if self._program.outer:
-      self._meet(step, self._program.outer)
+      self._state, self._closing, account = self._program.outer.after(self._state, step, self._validation)
+      if account:
+        self._read_started()
+        self._pending = (self._pending or {}) | account
     interval = self._cfg.run.eval_interval
     if interval > 0 and (is_last or done % interval == 0):
       self._evaluate()
@@ -161,9 +163,6 @@ class TrainingLoop:
 
   def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
     """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
-    if self._closing is not None:
-      closing, self._closing = self._closing, None
-      return closing
     if not self._validation.replaces(step):
       return None
     if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time
@@ -174,17 +173,6 @@ class TrainingLoop:
     if turned := closing.pop("turned", None):
       self._state = carry(self._state, turned)
     return closing
-
-  def _meet(self, step: int, outer: OuterSteps) -> None:
-    """DiLoCo: what follows the step just started. The step's account is closed before, as the parameters jump."""
-    rows = self._validation.batches(step) if self._val_sets else ()
-    if outer.moves(step + 1) and self._validation.closes(step + 1):
-      self._closing = self._program.to_host(self._program.closing(self._state, rows))
-    self._state, account = outer(self._state, step + 1, rows)
-    if account:
-      self._read_started()
-      assert self._pending is not None
-      self._pending |= account_metrics(account, self._val_sets)
 
   # Evaluations, checkpoints and the end, which wait for results.
 

@@ -19,6 +19,7 @@ from maxghost.training import devices, state
 from maxghost.training.diloco import Diloco
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import MemoryEstimate
+from maxghost.training.outer import Outer
 
 # Dense bf16 FLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -140,7 +141,7 @@ class Plan:
     """Lines on mesh, batch, validation rows, model and FLOPs."""
     cfg, layout, rows = self.cfg, self.layout, self.rows
     lines = [f"mesh: {self.mesh}; {self.spread}"] if layout.num_devices > 1 else []
-    lines += self.apart.lines() if self.apart else []
+    lines += Outer(self.apart).lines() if self.apart else []
     accumulated, length, steps = cfg.optimizer.gradient_accumulation_steps, cfg.data.max_target_length, cfg.run.steps
     micro = f" in {accumulated} micro-batches" if accumulated > 1 else ""
     factors = [f"per_device_batch_size {cfg.data.per_device_batch_size}"]
