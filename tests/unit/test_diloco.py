@@ -5,6 +5,7 @@ R slices, H steps in a period, F fragments; 8 rows of one document each, 16 posi
 
 import contextlib
 import functools
+import itertools
 import json
 import shutil
 import subprocess
@@ -175,12 +176,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["f32", "f64"])
-@pytest.mark.parametrize("case", CASES)
+QUICK = (("adamw", False), ("sgd", True), ("streamed masked", False))
+
+
+@pytest.mark.parametrize(
+  ("case", "wide"),
+  [
+    pytest.param(case, wide, id=f"{case}-{'f64' if wide else 'f32'}", marks=[] if both in QUICK else [pytest.mark.slow])
+    for both in itertools.product(CASES, (False, True))
+    for case, wide in [both]
+  ],
+)
 def test_the_trainer_is_a_plain_loop_over_slices(case, wide):
   types = {"dtype": "float64", "weight_dtype": "float64"} if wide else {}
   with jax.enable_x64(True) if wide else contextlib.nullcontext():
-    run = run_of(**CASES[case], **types)
+    run = run_of(**CASES[case], **types, ghost_enabled=case == "adamw")
     frozen = ()
     if "masked" in case:
       frozen = tuple(k for k in below(run.states[0], "model/") if "attention" not in k and "norm" not in k)
@@ -357,7 +367,7 @@ def test_nothing_is_merged_twice():
 COMMAND = (
   "base_num_decoder_layers=2", "base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "base_num_kv_heads=4",
   "vocab_size=272", "max_target_length=32", "per_device_batch_size=2", "dataset_type=synthetic", "eval_steps=1",
-  "ghost_val_sets=words", "ghost_val_batch_size=4", "learning_rate=3e-3", "steps=8", "checkpoint_period=4",
+  "ghost_val_sets=words", "ghost_val_batch_size=4", "learning_rate=3e-3", "steps=8", "checkpoint_period=5",
   "eval_interval=4", "ghost_log_period=3", "enable_tensorboard=false", "sharding_tolerance=1.0",
   "attention=dot_product", "enable_diloco=true", "dcn_data_parallelism=4", "diloco_sync_period=3",
   "num_diloco_fragments=2", "num_communication_overlapping_steps=2", "adam_eps=1e-4",
@@ -366,8 +376,8 @@ COMMAND = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """Four slices of two devices, 8 steps. The checkpoint after 4 steps is in the middle of a period: fragment 0 is on
-  its way, and an outer step of fragment 1 came after step 3."""
+  """Four slices of two devices, 8 steps. The checkpoint after 5 steps comes after an outer step of fragment 0, while
+  fragment 1 is on its way."""
   folder = tmp_path_factory.mktemp("diloco")
   assert train.main([*COMMAND, f"base_output_directory={folder}", "run_name=run"]) == 0
   return folder / "run"
@@ -428,10 +438,10 @@ def test_the_log_names_the_slices_and_adds_up(whole, capsys):
 def test_readers_of_parameters_read_the_global_ones(whole, tmp_path, capsys):
   from maxghost import load_model
 
-  saved = held(whole, 4)
+  saved = held(whole, 5)
   cfg = config.load(whole / "config.yml")
   wanted = state.to_tree(state.abstract_arrays(tiny.abstract_split(cfg)[1]))
-  tree = load_tree(whole / "checkpoints" / "4", {"model": wanted})["model"]
+  tree = load_tree(whole / "checkpoints" / "5", {"model": wanted})["model"]
   for path, x in jax.tree.leaves_with_path(tree):
     label = jax.tree_util.keystr(path, simple=True, separator="/")
     np.testing.assert_array_equal(x, saved[f"model/{label}"])

@@ -56,7 +56,7 @@ class Diloco:
   @functools.cached_property
   def state(self) -> nnx.State:
     """The abstract train state of all slices, with shardings."""
-    flat = {path: v for path, v in nnx.to_flat_state(self.inner)}
+    flat = dict(nnx.to_flat_state(self.inner))
     whole = [(path, v) for path, v in flat.items() if path[0] == GLOBAL]
     for path, v in flat.items():
       x, axes = v.get_value(), v.get_metadata().get(AXES) or (None,) * len(v.shape)
@@ -91,11 +91,6 @@ class Diloco:
   def late(self) -> int:
     """Steps from the pseudo-gradient of a fragment to its outer step."""
     return self.cfg.parallel.num_communication_overlapping_steps
-
-  @property
-  def _params(self) -> list[tuple]:
-    """(path, Variable) of every Variable of the model of one slice."""
-    return [(path[1:], v) for path, v in nnx.to_flat_state(self.inner) if path[0] == GLOBAL]
 
   def _inner(self, whole: nnx.State) -> nnx.State:
     """The states of the slices as one State with the paths of a single one."""
