@@ -216,13 +216,9 @@ def test_the_trainer_is_a_plain_loop_over_slices(case, wide):
         if k in frozen:
           np.testing.assert_array_equal(found[f"model/{k}"], start)
     assert min(clipped) < 1 and len(set(clipped)) > 7  # each slice clips by its own norm
-    np.testing.assert_array_equal(found["model/decoder/decoder_norm/scale"], own_R_of(found, 0))
-    assert not np.array_equal(*run.apart[-1]["inner_state/model/decoder/decoder_norm/scale"])
-
-
-def own_R_of(found: dict, r: int):
-  """After the last step every slice has the global parameters."""
-  return found["inner_state/model/decoder/decoder_norm/scale"][r]
+    norm = "model/decoder/decoder_norm/scale"  # after the last outer step every slice has the global parameters
+    np.testing.assert_array_equal(found[norm], found[f"inner_state/{norm}"][0])
+    assert not np.array_equal(*run.apart[-1][f"inner_state/{norm}"])
 
 
 def test_scores_are_of_each_slices_own_parameters():
