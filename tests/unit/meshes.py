@@ -114,7 +114,7 @@ def place(cfg, graphdef, abstract, layout):
   for path, variable in nnx.to_flat_state(abstract):
     value = values["/".join(map(str, path))]
     if "nu" in path:
-      value = (1e-4 * rng.random(value.shape) ** 2 + 1e-6).astype(np.float32)
+      value = (1e-4 * rng.random(value.shape) ** 2 + 1e-6).astype(value.dtype)
     flat.append((path, variable.replace(jax.device_put(value, variable.get_value().sharding))))
   return nnx.from_flat_state(flat)
 

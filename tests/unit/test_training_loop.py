@@ -18,6 +18,7 @@ from maxghost import config
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import plugins
 from maxghost.scorelog import Writer
+from maxghost.training import scoring
 from maxghost.training.batches import Prefetcher
 from maxghost.training.console import Console
 from maxghost.training.loop import Hardware, Sinks, TrainingLoop
@@ -137,6 +138,8 @@ def compiled(val_every=1):
 
 
 class ToyProgram:
+  outer, to_host = None, staticmethod(scoring.to_host)
+
   def __init__(self, nan_at=-1, unscored_at=-1, fail_at=-1, stop_at=-1, signals=None, val_every=1):
     step, self.closing = compiled(val_every)
     self._step = functools.partial(step, nan_at=nan_at, unscored_at=unscored_at)

@@ -349,6 +349,18 @@ class ParallelConfig:
   jax_distributed_timeouts: tuple[int, int] = key((300, 100), minimum=1, maximum=10**6)
   compile_topology: str = key("")
   compiled_trainstep_file: str = key("")
+  enable_diloco: bool = key(False)
+  diloco_sync_period: int = key(36, minimum=1)
+  diloco_outer_lr: float = key(0.3, minimum=0.0)
+  diloco_outer_momentum: float = key(0.9, minimum=0.0, maximum=0.999999)
+  num_diloco_fragments: int = key(1, minimum=1)
+  num_communication_overlapping_steps: int = key(0, minimum=0)
+  communication_overlapping_alpha: float = key(0.5, minimum=0.0, maximum=1.0)
+
+  @property
+  def apart(self) -> int:
+    """Number of slices that train apart (DiLoCo); 1 without."""
+    return self.dcn_data_parallelism if self.enable_diloco else 1
 
   @property
   def processes(self) -> tuple[str, int, int] | None:

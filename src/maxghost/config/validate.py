@@ -480,11 +480,46 @@ def given_model(v: Values) -> Iterator[str]:
     yield f"{v['ghost_curvature']} needs the last step's validation gradient, which load_full_state_path does not have"
 
 
+def slices_apart(v: Values) -> Iterator[str]:
+  """DiLoCo: its slices, its periods, and what cannot be trained in slices apart."""
+  if not v.enable_diloco:
+    return
+  given, period, steps = v["enable_diloco"], v.diloco_sync_period, v.num_communication_overlapping_steps
+  if v.dcn_data_parallelism < 2:
+    one = f"{given} trains slices apart, but {v['dcn_data_parallelism']} names no second one"
+    yield f"{one}; give dcn_data_parallelism the number of slices, 2 or more"
+  most = min(v.base_num_decoder_layers // v.inhomogeneous_layer_cycle_interval, period)
+  if v.num_diloco_fragments > most:
+    why = f"each needs a layer, and a step of {v['diloco_sync_period']}"
+    yield f"{v['num_diloco_fragments']} is too many: {why}; use {most} or less"
+  if v.num_diloco_fragments > 1 and not v.scan_layers:
+    yield f"{v['num_diloco_fragments']} parts stacked layers; use scan_layers=true, or num_diloco_fragments=1"
+  if steps >= period:
+    waits = f"{v['num_communication_overlapping_steps']} is not less than {v['diloco_sync_period']}"
+    yield f"{waits}: the next outer step would come before this one; use {period - 1} or less"
+  if "slice" in v.document_fields:
+    yield f"{given} records the slice of each row as 'slice', which {v['document_fields']} names too; rename the field"
+  named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} & {*plugins.OBJECTIVES}
+  refused = {
+    "lora_rank": (v.lora_rank > 0, "keeps a frozen model in each slice", "0"),
+    "num_experts": (v.num_experts > 1, "sends routing between the slices in every step", "1"),
+    "dropout_rate": (v.dropout_rate > 0, "would draw the same masks in every slice", "0.0"),
+    "offload_to_host": (bool(v.offload_to_host), "moves one model, not one for each slice", "[]"),
+    "objective": (any(plugins.OBJECTIVES[name].reference for name in named), "has a frozen model", "next_token or sft"),
+    "load_full_state_path": (bool(v.load_full_state_path), "has no state of slices", "'', and load_parameters_path"),
+    "ghost_select": (v.ghost_enabled and v.ghost_select != "none", "chooses rows of one model", "none"),
+    "ghost_curvature": (v.ghost_enabled and v.ghost_curvature == "secant", "compares steps across outer ones", "none"),
+    "ghost_val_every": (v.ghost_enabled and v.ghost_val_every > 1, "scores across outer steps", "1"),
+  }  # fmt: skip
+  for key, (asks, why, instead) in refused.items():
+    if asks:
+      yield f"{v[key]} {why}, which {given} does not take; use {key}={instead}, or enable_diloco=false"
+
+
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, multi_token, segments, offloading,
   mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, rollouts,
-  distillation,
-  validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
+  distillation, validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model, slices_apart,
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ Rule = tuple[str, tuple[str, ...]]
 DEFAULT_RULES: tuple[Rule, ...] = tuple((name, tuple(axes)) for name, axes in read_table("axis_rules.yml"))
 BATCH = "activation_batch"
 FACTOR = "direction"
+APART = "diloco"  # mesh axis of slices that train apart, and the logical axis that numbers them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,10 +127,12 @@ class AxisRules:
 
 
 def make_rules(own: Sequence[Rule], override: bool, sizes: Mapping[str, int]) -> AxisRules:
-  """The user's rules, then the default rules of other names. override: only the user's."""
+  """The user's rules, then the default rules of other names. override: only the user's. With DiLoCo also that of its
+  own axis."""
   named = {name for name, _ in own}
   defaults = () if override else tuple(row for row in DEFAULT_RULES if row[0] not in named)
-  return AxisRules((*((name, tuple(axes)) for name, axes in own), *defaults), dict(sizes))
+  apart = ((APART, (APART,)),) if APART in sizes else ()
+  return AxisRules((*((name, tuple(axes)) for name, axes in own), *defaults, *apart), dict(sizes))
 
 
 def unused_axes(rules: AxisRules) -> list[str]:

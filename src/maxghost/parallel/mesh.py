@@ -1,7 +1,8 @@
 """The mesh of all devices: sizes from the configuration, device order from the hardware.
 
 A slice is a set of devices with a fast network (a TPU slice); a slower network joins the slices. Each mesh axis has
-dcn_<axis>_parallelism slices times ici_<axis>_parallelism devices of a slice.
+dcn_<axis>_parallelism slices times ici_<axis>_parallelism devices of a slice. With DiLoCo the slices of axis data have
+an axis of their own, `APART`.
 """
 
 import math
@@ -12,6 +13,7 @@ import numpy as np
 from maxghost.config import ConfigError, ParallelConfig
 from maxghost.config.validate import MESH_AXES
 from maxghost.config.values import divisors
+from maxghost.parallel.axis_rules import APART
 
 
 def group_sizes(cfg: ParallelConfig, group: str) -> dict[str, int]:
@@ -58,13 +60,16 @@ def num_slices(cfg: ParallelConfig, devices: Sequence) -> int:
 
 
 def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-  """(ici sizes, dcn sizes) by mesh axis. Raises ConfigError if their product is not the number of devices."""
+  """(ici sizes, dcn sizes) by mesh axis, in its order. Raises ConfigError for a wrong product."""
   dcn = fill("dcn", group_sizes(cfg, "dcn"), slices, f"slice{'s' if slices > 1 else ''}")
   if num_devices % slices:
     raise _misfit("dcn", dcn, num_devices, "devices", filled=True)
   per_slice = num_devices // slices
   where = f"device{'s' if per_slice > 1 else ''}{' of each slice' if slices > 1 else ''}"
-  return fill("ici", group_sizes(cfg, "ici"), per_slice, where), dcn
+  ici = fill("ici", group_sizes(cfg, "ici"), per_slice, where)
+  if cfg.enable_diloco:  # outermost, so that a process holds whole slices, or a part of one
+    return {APART: 1, **ici}, {APART: dcn["data"], **dcn, "data": 1}
+  return ici, dcn
 
 
 def auto(axes: Sequence[str]) -> tuple:
@@ -75,13 +80,13 @@ def auto(axes: Sequence[str]) -> tuple:
 
 
 def make_mesh(cfg: ParallelConfig, devices: Sequence):
-  """A `jax.sharding.Mesh` with the axes of MESH_AXES over all the devices. Raises ConfigError."""
+  """A `jax.sharding.Mesh` with the axes of `mesh_shape` over all the devices. Raises ConfigError."""
   import jax
 
   slices = num_slices(cfg, devices)
   ici, dcn = mesh_shape(cfg, len(devices), slices)
-  array = _arranged(list(devices), tuple(ici[axis] for axis in MESH_AXES), tuple(dcn[axis] for axis in MESH_AXES))
-  return jax.sharding.Mesh(array, MESH_AXES, axis_types=auto(MESH_AXES))
+  array = _arranged(list(devices), tuple(ici.values()), tuple(dcn.values()))
+  return jax.sharding.Mesh(array, tuple(ici), axis_types=auto(tuple(ici)))
 
 
 def _arranged(devices: list, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:

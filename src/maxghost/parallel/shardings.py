@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from maxghost.config import ConfigError, ParallelConfig, did_you_mean
 from maxghost.config.values import slash_path
 from maxghost.parallel import mesh as meshes
-from maxghost.parallel.axis_rules import DEFAULT_RULES, FACTOR, AxisRules, make_rules
+from maxghost.parallel.axis_rules import APART, BATCH, DEFAULT_RULES, FACTOR, AxisRules, make_rules
 
 AXES = "axes"  # metadata of a Variable: its logical axes
 HOST = "pinned_host"
@@ -77,9 +77,25 @@ class Layout:
       self.record(label, tuple(axes), x.shape, str(x.dtype), spec)
     return x
 
-  def rows(self, num_rows: int) -> Sharding:
-    """The sharding of batch arrays [B, ...]."""
+  def rows(self, num_rows: int, apart: bool = False) -> Sharding:
+    """The sharding of batch arrays [B, ...]. apart: of rows that slices which train apart share out (DiLoCo)."""
+    if apart and self.apart > 1:
+      of_slice = self.rules.leading(self.rules.batch_axes, num_rows // self.apart)
+      return self.sharding(partition_spec(((APART, *of_slice),)))
     return self.sharding(partition_spec((self.rules.leading(self.rules.batch_axes, num_rows),)))
+
+  @property
+  def apart(self) -> int:
+    """Number of slices that train apart; 1 without DiLoCo."""
+    return self.rules.sizes.get(APART, 1)
+
+  @property
+  def together(self) -> "Layout":
+    """The layout of what all slices do together: rows are split over all of them."""
+    if self.apart == 1:
+      return self
+    rows = tuple((name, (APART, *axes) if name == BATCH else axes) for name, axes in self.rules.rows)
+    return dataclasses.replace(self, rules=dataclasses.replace(self.rules, rows=rows))
 
   @property
   def row_parts(self) -> int:
@@ -131,9 +147,10 @@ class Layout:
     """Batch arrays of `num_rows` rows over all processes, from the rows of this one; None: every process has all."""
     if self.num_devices == 1:
       return jax.device_put(arrays, self.mesh.devices.flat[0])
+    apart = num_rows is not None
     num_rows = num_rows or len(next(iter(arrays.values())))
     shapes = {name: (num_rows, *x.shape[1:]) for name, x in arrays.items()}
-    return jax.make_array_from_process_local_data(self.rows(num_rows), arrays, shapes)
+    return jax.make_array_from_process_local_data(self.rows(num_rows, apart), arrays, shapes)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,10 @@ from maxghost.config import ConfigError, replace
 from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
 from maxghost.parallel import distributed, shardings
+from maxghost.training import outer, scoring
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
+from maxghost.training.diloco import Diloco
 from maxghost.training.memory_report import compiled_sizes
 from maxghost.training.plan import Plan
 
@@ -42,29 +44,32 @@ class Executable:
 def _compiled(name: str) -> functools.cached_property[Callable]:
   """A property of Program. It waits until every process has compiled the function, so that none waits inside it."""
 
-  def call(program: "Program") -> Callable:
-    compiled = program.executable(name)
-    distributed.gather(name)
-    return compiled.call
-
-  return functools.cached_property(call)
+  return functools.cached_property(lambda program: program._ready(name))
 
 
 class Program:
   """The functions that the loop calls. scored: labels and sizes of the scored parameters.
 
   train_step(state, batch, val_batches) -> (state, out) donates the state. closing: see `step.make_closing`.
-  evaluate(state, batch) -> (summed loss, tokens).
+  evaluate(state, batch) -> (summed loss, tokens). to_host: copies a step's outputs to the host. outer: the outer steps
+  of slices that train apart; None without DiLoCo.
   """
 
-  def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int]):
+  def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int], apart: Diloco | None = None):
     self._futures = futures
     self.scored = scored
+    self.to_host = apart.to_host if apart else scoring.to_host
+    self.outer = outer.OuterSteps(outer.Outer(apart), functools.cache(self._ready)) if apart else None
 
   train_step = _compiled("train_step")
   plain_step = _compiled("plain_step")  # without scores, for runs that score only some steps
   closing = _compiled("closing")
   evaluate = _compiled("evaluate")
+
+  def _ready(self, name: str) -> Callable:
+    compiled = self.executable(name)
+    distributed.gather(name)
+    return compiled.call
 
   def is_ready(self, name: str) -> bool:
     return self._futures[name].done()
@@ -76,26 +81,29 @@ class Program:
 
 def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
   """(the step, the twin of a scored one). Raises ConfigError for a model that the engine cannot score."""
-  cfg, (train_state, batch, val_batches) = plan.cfg, plan.arguments
+  cfg, (_, batch, val_batches) = plan.cfg, plan.arguments
+  if plan.apart:
+    batch = batch_shapes(cfg, plan.rows // plan.layout.apart, plan.layout)
   try:
     with shardings.tracing_for(plan.layout.platform):  # traces the twin with the kernels of these devices
-      return step_lib.make_train_step(
-        cfg, plan.graphdef, train_state, batch, num_segments=max_segments(cfg.data), num_sets=max(len(val_batches), 1)
+      step, twin = step_lib.make_train_step(
+        cfg, plan.graphdef, plan.inner, batch, num_segments=max_segments(cfg.data), num_sets=max(len(val_batches), 1)
       )
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
     raise ConfigError(str(error)) from error
+  return plan.apart.train_step(step) if plan.apart else step, twin
 
 
 def build(plan: Plan) -> Program:
   """Traces the step and the evaluations, and starts to compile them in the background. Raises as `train_step`."""
   pool = ThreadPoolExecutor(1, "compile")  # one: XLA uses all cores for one compilation
-  cfg, graphdef, layout = plan.cfg, plan.graphdef, plan.layout
+  cfg, graphdef, layout, apart = plan.cfg, plan.graphdef, plan.layout, plan.apart
   state, batch, val_batches = plan.arguments
   futures = {}
 
-  def submit(name: str, begin: float, function: Callable, *arguments) -> None:
+  def submit(name: str, begin: float, function: Callable, *arguments, **options) -> None:
     """Lowers here, since only the main thread traces."""
-    lowered = lower(name, function, layout, *arguments)
+    lowered = lower(name, function, layout, *arguments, **options)
     futures[name] = pool.submit(_compile, name, lowered, time.perf_counter() - begin, layout.platform)
 
   begin = time.perf_counter()
@@ -106,20 +114,28 @@ def build(plan: Plan) -> Program:
     plain, _ = train_step(dataclasses.replace(plan, cfg=replace(cfg, ghost_enabled=False)))
     submit("plain_step", begin, plain, state, batch, ())
   if cfg.val_sets:
-    submit("closing", time.perf_counter(), step_lib.make_closing(cfg, graphdef), state, val_batches)
+    closing = step_lib.make_closing(cfg, graphdef)
+    submit("closing", time.perf_counter(), apart.closing(closing) if apart else closing, state, val_batches)
   if cfg.run.eval_interval > 0:
     rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout, cfg.evaluated)
-    submit("evaluate", time.perf_counter(), step_lib.make_eval_step(cfg, graphdef), state, rows)
+    evaluate = step_lib.make_eval_step(cfg, graphdef)
+    evaluate = apart.evaluation(evaluate) if apart else evaluate
+    submit("evaluate", time.perf_counter(), evaluate, state, rows)
+  for name, (function, arguments, out) in (outer.Outer(apart).programs() if apart else {}).items():
+    submit(name, time.perf_counter(), function, *arguments, out_shardings=out)
   pool.shutdown(wait=False)
-  return Program(futures, {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {})
+  scored = {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {}
+  return Program(futures, scored, apart)
 
 
-def lower(name: str, function: Callable, layout: shardings.Layout, *arguments) -> jax.stages.Lowered:
+def lower(
+  name: str, function: Callable, layout: shardings.Layout, *arguments, out_shardings: Any = None
+) -> jax.stages.Lowered:
   """Lowers a function. A step donates its state, and returns it with the same shardings."""
-  function.__name__ = name  # what profiles and JAX's own compile log call it
-  options: dict[str, Any] = {}
-  if name in ("train_step", "plain_step"):
+  options: dict[str, Any] = {"out_shardings": out_shardings}
+  if name in ("train_step", "plain_step") or name.startswith(outer.OUTER_STEP):
     options = {"donate_argnums": (0,), "out_shardings": (layout.shardings(arguments[0]), None)}
+  function.__name__ = name  # what profiles and JAX's own compile log call it
   with shardings.use(layout):
     return jax.jit(function, **options).lower(*arguments)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from maxghost.config import Config
 from maxghost.parallel import distributed
-from maxghost.training import metrics, scoring
+from maxghost.training import metrics
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
@@ -129,6 +129,7 @@ class TrainingLoop:
     """
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
+    self._closing: dict[str, Any] | None = position.closing  # of the last step, if an outer step came after it
     self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
@@ -164,7 +165,7 @@ class TrainingLoop:
     return fetched
 
   def _turn(self, step: int, fetched: Fetched) -> None:
-    replaced = self._close_replaced_rows(step)
+    replaced = self._closing or self._close_replaced_rows(step)
     if self._val_sets and not self._validation.is_scored(step):
       self._state, outputs = self._program.plain_step(self._state, fetched.arrays, ())
     else:
@@ -172,6 +173,11 @@ class TrainingLoop:
     self._read_started()
     self._read = functools.partial(self._read_outputs, step, fetched, outputs, replaced)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
+    if self._program.outer:
+      self._state, self._closing, account = self._program.outer.after(self._state, step, self._validation)
+      if account:
+        self._read_started()
+        self._pending = (self._pending or {}) | account
     interval = self._cfg.run.eval_interval
     if interval > 0 and (is_last or done % interval == 0):
       self._evaluate()
@@ -233,6 +239,7 @@ class TrainingLoop:
       scores=sinks.scores.position() if sinks.scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
       rollouts=self._rollouts.position(completed) if self._rollouts else None,
+      closing=self._closing and {name: np.asarray(value).tolist() for name, value in self._closing.items()},
     ).of_all_processes()
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
@@ -246,7 +253,7 @@ class TrainingLoop:
     if not self._validation.has_open_account(num_steps):
       return
     batches = self._validation.batches(num_steps - 1)
-    closing = self._program.closing(self._state, batches)
+    closing = self._closing or self._program.closing(self._state, batches)
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
@@ -262,7 +269,7 @@ class TrainingLoop:
 
   def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
     """Reads a step's outputs and completes the record before it. replaced: what closes an account on old rows."""
-    outputs = scoring.to_host(outputs)  # waits until the step is done
+    outputs = self._program.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)
     closing = None
@@ -311,7 +318,7 @@ class TrainingLoop:
     contain some already.
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
-    closing = {name: jax.device_get(value) for name, value in closing.items()}
+    closing = {name: np.asarray(value) for name, value in self._program.to_host(closing).items()}
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
     for k, (name, before) in enumerate(zip(self._val_sets, self._position.open_loss, strict=True)):

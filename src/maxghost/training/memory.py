@@ -38,7 +38,7 @@ LINEAR_FROM = 1024  # positions from which blockwise attention forms no scores o
 
 CARRIES, WITHIN = "boundary carries", "within-segment activations"
 EXPERTS = "exp"  # the logical axis that numbers experts
-PARAMETERS, OTHER = "parameters", "other state"
+PARAMETERS, OTHER, OUTER = "parameters", "other state", "state of the outer step"
 
 
 def estimate(
@@ -147,7 +147,7 @@ class Device:
     layered = any(v.stacked for v in self.params.values()) or not cfg.model.scan_layers
     self.num_layers = cfg.model.base_num_decoder_layers if layered else 0
     self.num_sets = len(cfg.val_sets)
-    self.rows = self._local_rows(cfg.data.per_device_batch_size * self.layout.num_devices)
+    self.rows = self._local_rows(cfg.data.per_device_batch_size * self.layout.num_devices // self.layout.apart)
     self.val_rows = self._local_rows(cfg.ghost.ghost_val_batch_size) if self.num_sets else 0
     self.length = self.part(cfg.data.max_target_length, "activation_length")
     self.scored = placed.twin(cfg).scored if self.num_sets else ()
@@ -178,11 +178,18 @@ class Device:
 
   def resident(self) -> dict[str, list[Tensor]]:
     """{row of the table: arrays} in device memory between steps."""
-    rows: dict[str, list[Tensor]] = {PARAMETERS: [], "optimizer": [], OTHER: [], "batch and validation rows": []}
+    rows: dict[str, list[Tensor]] = {PARAMETERS: [], "optimizer": [], OUTER: [], OTHER: []}
+    rows["batch and validation rows"] = []
     for v in self.variables:
       if not v.on_host:
         rows[v.row].append(Tensor(v.shape, v.dtype, v.label))
-    batch = devices.batch_shapes(self.cfg, devices.rows_per_step(self.cfg, self.layout.num_devices), self.layout)
+    if self.layout.apart > 1:
+      late = self.cfg.parallel.num_communication_overlapping_steps > 0
+      for v in self.params.values():
+        rows[OUTER].append(Tensor(v.shape, v.dtype, f"{v.label} of all slices"))
+        rows[OUTER].append(Tensor(v.shape, "float32", f"outer state of {v.label}", 2 if late else 1))
+    num_rows = devices.rows_per_step(self.cfg, self.layout.num_devices)
+    batch = devices.batch_shapes(self.cfg, num_rows, self.layout, apart=True)
     val_batches = devices.validation_shapes(self.cfg, self.layout)
     alike = val_batches[:1] if all(one == val_batches[0] for one in val_batches) else val_batches
     for count, arrays in (1, batch), *((len(val_batches) // len(alike), one) for one in alike):

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 from flax import nnx
 
 from maxghost.config import Config, ModelConfig
@@ -15,8 +16,10 @@ from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
 from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows
 from maxghost.training import devices, state
+from maxghost.training.diloco import Diloco
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import MemoryEstimate
+from maxghost.training.outer import Outer
 
 # Dense bf16 FLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -62,7 +65,8 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
 class Plan:
   """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters.
 
-  teacher: of a frozen second model that is another than the run's.
+  teacher: of a frozen second model that is another than the run's. apart: the slices of a run with DiLoCo, whose state
+  this is.
   """
 
   cfg: Config
@@ -71,6 +75,7 @@ class Plan:
   state: nnx.State
   spread: str
   teacher: ModelConfig | None = None
+  apart: Diloco | None = None
 
   @classmethod
   def of(cls, cfg: Config, layout: Layout, teacher: ModelConfig | None = None) -> "Plan":
@@ -78,10 +83,15 @@ class Plan:
     devices.check_layout(cfg, layout)
     graphdef, abstract = state.abstract_split(cfg, teacher)
     abstract = layout.abstract(abstract)
-    check_rules(abstract, layout)
-    return cls(
-      cfg, layout, graphdef, abstract, check_spread(abstract, layout, cfg.parallel.sharding_tolerance), teacher
-    )
+    apart = Diloco.of(cfg, layout, graphdef, abstract) if cfg.parallel.enable_diloco else None
+    check_rules(apart.state if apart else abstract, layout)
+    spread = check_spread(abstract, layout, cfg.parallel.sharding_tolerance)
+    return cls(cfg, layout, graphdef, apart.state if apart else abstract, spread, teacher, apart)
+
+  @property
+  def inner(self) -> nnx.State:
+    """The abstract train state of one slice; without DiLoCo the whole state."""
+    return self.apart.inner if self.apart else self.state
 
   @property
   def rows(self) -> int:
@@ -91,12 +101,20 @@ class Plan:
   @property
   def own(self) -> OwnRows:
     """The part of the batch that this process reads and records."""
-    return own_rows(self.layout.rows(self.rows), self.rows, distributed.index())
+    return own_rows(self.layout.rows(self.rows, apart=True), self.rows, distributed.index())
+
+  @property
+  def slices(self) -> np.ndarray | None:
+    """The slice of each row that this process reads; None without DiLoCo."""
+    if self.apart is None:
+      return None
+    own, count = self.own, self.rows // self.own.num_shards
+    return (own.shard * count + np.arange(count)) // (self.rows // self.layout.apart)
 
   @property
   def arguments(self) -> tuple:
     """(state, batch, validation batches): the abstract arguments of the train step."""
-    batch = devices.batch_shapes(self.cfg, self.rows, self.layout)
+    batch = devices.batch_shapes(self.cfg, self.rows, self.layout, apart=True)
     return self.state, batch, devices.validation_shapes(self.cfg, self.layout)
 
   @property
@@ -112,7 +130,7 @@ class Plan:
   def memory(self) -> MemoryEstimate:
     """The estimate per device. Raises ConfigError for a model that cannot be scored."""
     build = functools.partial(state.abstract_split, teacher=self.teacher)
-    return estimate(self.cfg, self.layout, (self.graphdef, self.state), build)
+    return estimate(self.cfg, self.layout, (self.graphdef, self.inner), build)
 
   @property
   def mesh(self) -> str:
@@ -123,6 +141,7 @@ class Plan:
     """Lines on mesh, batch, validation rows, model and FLOPs."""
     cfg, layout, rows = self.cfg, self.layout, self.rows
     lines = [f"mesh: {self.mesh}; {self.spread}"] if layout.num_devices > 1 else []
+    lines += Outer(self.apart).lines() if self.apart else []
     accumulated, length, steps = cfg.optimizer.gradient_accumulation_steps, cfg.data.max_target_length, cfg.run.steps
     micro = f" in {accumulated} micro-batches" if accumulated > 1 else ""
     factors = [f"per_device_batch_size {cfg.data.per_device_batch_size}"]

@@ -8,6 +8,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,8 @@ LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
   {
-    *(field.name for field in dataclasses.fields(ParallelConfig)), "per_device_batch_size", "log_period",
+    *(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
+    "per_device_batch_size", "log_period",
     "eval_interval", "eval_steps", "sample_every", "sample_prompt", "enable_tensorboard", "jax_cache_dir",
     "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
     "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
@@ -72,6 +74,12 @@ def inspect(cfg: Config) -> Existing:
     raise ConfigError(*(f"{problem} (the config of the run in {path})" for problem in error.problems)) from error
   changed = config.differing_keys(previous, cfg)
   _check_changes(path, changed)
+  if cfg.parallel.apart != previous.parallel.apart:
+    before, now = previous.parallel.apart, cfg.parallel.apart
+    raise ConfigError(
+      f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own; use "
+      f"dcn_data_parallelism={before} or another run_name"
+    )
   return Existing(path, False, changed, _completed_steps(path, previous))
 
 

@@ -29,16 +29,19 @@ class ScoreLogError(RuntimeError):
   """The scores of a step could not be written."""
 
 
-def open_recorder(cfg: Config, dataset, path: Path) -> "ScoreRecorder":
-  """A recorder of this process's rows, in the run directory at `path`."""
+def open_recorder(cfg: Config, dataset, path: Path, slice_B: np.ndarray | None = None) -> "ScoreRecorder":
+  """A recorder of this process's rows, in the run directory at `path`. slice_B: the slice of each row, with DiLoCo."""
   writer = Writer(
     path, tuple(cfg.data.validation_sets), process=(distributed.index(), distributed.count()),
     period=cfg.ghost.ghost_log_period, fingerprint=dataset.fingerprint, objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
-    fields=dataset.source.fields, parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
+    fields=(*dataset.source.fields, *(() if slice_B is None else ("slice",))),
+    parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
   )  # fmt: skip
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
-  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S)
+  return ScoreRecorder(
+    writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S, slice_B
+  )
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -140,7 +143,8 @@ class ScoreRecorder:
 
   document: (domain, path, offset, the writer's fields) of a document by its index; called once per document. domains:
   all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token. reach_S:
-  learning_rate_in_all of every step of the run, None where unknown.
+  learning_rate_in_all of every step of the run, None where unknown. slice_B: the slice of each row, the writer's last
+  field.
   """
 
   def __init__(
@@ -150,9 +154,10 @@ class ScoreRecorder:
     domains: Sequence[str],
     token_folder: Path,
     reach_S: np.ndarray | None = None,
+    slice_B: np.ndarray | None = None,
   ):
     self._writer = writer
-    self._reach_S = reach_S
+    self._reach_S, self._slice_B = reach_S, slice_B
     self._token_folder = token_folder
     self._domains = tuple(domains)
     self._name = functools.cache(document)
@@ -213,6 +218,9 @@ class ScoreRecorder:
     columns, documents = scored_rows(outputs, batch, self._writer.parts)
     ids = [self._name(int(index)) for index in documents]
     scored_BS, first_U, _ = scored_units(outputs, batch)
+    if self._slice_B is not None:
+      slices = np.broadcast_to(self._slice_B[:, None], scored_BS.shape)[scored_BS][first_U]
+      ids = [(*name, str(number)) for name, number in zip(ids, slices, strict=True)]
     modules = None
     if "param_contribution" in outputs:
       domain_N = domain_numbers(batch, scored_BS, self._name, self._domains)

@@ -62,7 +62,7 @@ class Session:
     if not force:
       memory_report.check(plan.memory, self._capacity)
     self._sampler = Sampler(cfg, dataset.tokenizer) if cfg.run.sample_every else None
-    wanted = state.to_tree(plan.state)
+    wanted = state.to_tree(plan.inner)
     self._read_parameters = open_parameters and open_parameters(wanted)
     self._read_teacher = open_teacher and open_teacher(wanted[state.REFERENCE])
     dataset.notes()  # raises where documents cannot be trained on
@@ -215,7 +215,8 @@ class Session:
     if state.REFERENCE in tree:
       model = self._read_teacher()["model"] if self._read_teacher else tree["model"]
       tree[state.REFERENCE] = state.copied(model, tree[state.REFERENCE])
-    return state.from_tree(tree, self._plan.state)
+    begun = state.from_tree(tree, self._plan.inner)
+    return self._plan.apart.begin(begun) if self._plan.apart else begun
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
@@ -227,7 +228,7 @@ class Session:
       first = position.completed_steps if position.pending is None else position.pending["step"]
       trackers = self._open_trackers(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:
-      scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path)
+      scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path, self._plan.slices)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
     by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes)
     return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain)

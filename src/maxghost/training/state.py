@@ -158,6 +158,7 @@ class Position:
   scores: position of the score log, or a list with one for each of several processes; None without a log.
   reweighting: state of the domains' shares, None if they are constant. rollouts: `Rollouts.position`, if any.
   rows: of each step over all devices, 0: unknown.
+  closing: what closes the account of the last step, if an outer step (DiLoCo) came after it.
   """
 
   completed_steps: int = 0
@@ -170,6 +171,7 @@ class Position:
   reweighting: dict | None = None
   rollouts: dict | None = None
   rows: int = 0
+  closing: dict[str, list] | None = None
 
   def scores_of(self, process: int) -> dict | None:
     """The position of one process's score log; only its step, if other processes wrote it before."""

@@ -1,0 +1,220 @@
+"""DiLoCo (Douillard et al., arXiv:2311.08105): slices train apart, each with a train state of its own.
+
+A step is the ordinary one, mapped over slices: nothing is sent between them. They meet in outer steps (`outer.py`).
+
+R slices, K validation sets, B rows of a batch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxghost.config import Config
+from maxghost.parallel import distributed
+from maxghost.parallel.axis_rules import APART, BATCH
+from maxghost.parallel.shardings import AXES, Layout, constrain, use
+from maxghost.training import scoring
+
+# Parts of the train state: global model (as in any checkpoint), states of the slices [R, ...], state of the outer step.
+GLOBAL, INNER, OUTER = "model", "inner_state", "outer_state"
+# Outputs of a step that are parts of the mean over slices; of the others not listed in `_JOIN` the mean is taken.
+_SHARED_OUT = ("contribution_BSK", "share_BS", "param_contribution", "token_contribution_KBT")
+_JOIN: dict[str, Callable] = {
+  "tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any, "max_logits_LH": np.max, "check_rel_err": np.max,
+}  # fmt: skip
+
+
+class OuterState(nnx.OptState):
+  """Momentum of the outer step, or a pseudo-gradient on its way; float32 or wider."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Diloco:
+  """The slices of a run. graphdef, inner: of the train state of one slice, abstract. trained: the paths of the
+  parameters that are trained, with their fragments."""
+
+  cfg: Config
+  layout: Layout
+  graphdef: nnx.GraphDef
+  inner: nnx.State
+  trained: dict[tuple, tuple[int, ...]]
+
+  @classmethod
+  def of(cls, cfg: Config, layout: Layout, graphdef: nnx.GraphDef, inner: nnx.State) -> "Diloco":
+    held = nnx.merge(graphdef, inner)
+    params = [*nnx.to_flat_state(nnx.state(held.model, held.optimizer.wrt))]
+    return cls(cfg, layout, graphdef, inner, _fragments(params, cfg.parallel.num_diloco_fragments))
+
+  # The state.
+
+  @functools.cached_property
+  def state(self) -> nnx.State:
+    """The abstract train state of all slices, with shardings."""
+    flat = dict(nnx.to_flat_state(self.inner))
+    whole = [(path, v) for path, v in flat.items() if path[0] == GLOBAL]
+    for path, v in flat.items():
+      x, axes = v.get_value(), v.get_metadata().get(AXES) or (None,) * len(v.shape)
+      if not _is_common(x):
+        v = v.replace(jax.ShapeDtypeStruct((self.layout.apart, *x.shape), x.dtype), axes=(APART, *axes))
+      whole.append(((INNER, *path), v))
+    kinds = ("momentum", "pseudo_gradient") if self.late else ("momentum",)
+    for path in self.trained:
+      v = flat[GLOBAL, *path]
+      wide = jax.ShapeDtypeStruct(v.shape, jnp.promote_types(v.dtype, jnp.float32))
+      whole += [((OUTER, kind, *path), OuterState(wide, axes=v.get_metadata().get(AXES))) for kind in kinds]
+    if self.late:  # whether a fragment's pseudo-gradient is on its way
+      sent = jax.ShapeDtypeStruct((self.cfg.parallel.num_diloco_fragments,), jnp.int32)
+      whole.append(((OUTER, "sent"), OuterState(sent)))
+    return self.layout.abstract(nnx.from_flat_state(whole))
+
+  def begin(self, inner: nnx.State) -> nnx.State:
+    """The state in which every slice begins with the same train state."""
+    like = self.state
+
+    def spread(inner):
+      values = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}
+      made = []
+      for path, v in nnx.to_flat_state(like):
+        x = values.get(path[1:] if path[0] == INNER else path, jnp.zeros((), v.dtype))
+        made.append((path, v.replace(jnp.broadcast_to(x, v.shape))))
+      return nnx.from_flat_state(made)
+
+    return jax.jit(spread, out_shardings=self.layout.shardings(like))(inner)
+
+  @property
+  def late(self) -> int:
+    """Steps from the pseudo-gradient of a fragment to its outer step."""
+    return self.cfg.parallel.num_communication_overlapping_steps
+
+  def _inner(self, whole: nnx.State) -> nnx.State:
+    """The states of the slices as one State with the paths of a single one."""
+    flat = dict(nnx.to_flat_state(whole))
+    return nnx.from_flat_state([(p, v.replace(flat[INNER, *p].get_value())) for p, v in nnx.to_flat_state(self.inner)])
+
+  @property
+  def _axes(self) -> Any:
+    """The slice axis of each leaf of `_inner`; None: common to all."""
+    return jax.tree.map(lambda x: None if _is_common(x) else 0, self.inner)
+
+  # What slices do apart.
+
+  def train_step(self, step: Callable) -> Callable:
+    """The train step of one slice as a step of all: `step(state, batch, val_batches) -> (state, out)`.
+
+    Slice r has rows r B/R to (r + 1) B/R, and the same validation rows as the others. Outputs of rows have all rows;
+    contributions and shares are parts of the mean over slices, 1 / R of those in their own slice. All other outputs
+    have a leading slice axis: `to_host` joins them.
+    """
+    count = self.layout.apart
+
+    def apart(whole, batch, val_batches):
+      rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+      mapped = jax.vmap(step, (self._axes, 0, None), (self._axes, 0), spmd_axis_name=APART)
+      inner, out = mapped(self._inner(whole), rows, val_batches)
+      new = {(INNER, *path): v.get_value() for path, v in nnx.to_flat_state(inner)}
+      out = {name: jax.tree.map(functools.partial(self._of_all_rows, name), x) for name, x in out.items()}
+      return replaced(whole, new), out
+
+    return apart
+
+  def _of_all_rows(self, name: str, x):
+    if (axis := scoring.ROW_AXIS.get(name)) is None:
+      return x
+    x = jnp.moveaxis(x / len(x) if name in _SHARED_OUT else x, 0, axis)
+    with use(self.layout.together):
+      names: list[str | None] = [None] * (x.ndim - 1)
+      names[axis] = BATCH
+      return constrain(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), names, "an output of the step")
+
+  def closing(self, close: Callable) -> Callable:
+    """`step.make_closing` for every slice: outputs [R, K]."""
+    mapped = jax.vmap(close, (self._axes, None), spmd_axis_name=APART)
+    return lambda whole, val_batches: mapped(self._inner(whole), val_batches)
+
+  def to_host(self, out: Mapping[str, Any]) -> dict[str, Any]:
+    """Host copies of outputs: rows as `scoring.to_host`; of all others, one value for the slices of all processes.
+
+    It is the mean over slices, or what `_JOIN` says. diloco/loss/<r>: the loss of slice r. Values on the host are
+    returned as they are. Every process must call it in the same order.
+    """
+    by_row = {name: x for name, x in out.items() if name in scoring.ROW_AXIS}
+    rest = {name: x for name, x in out.items() if name not in by_row}
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(rest)):
+      return dict(out)
+    found = {}
+    for name, value in of_slices(rest).items():
+      found[name] = jax.tree.map(functools.partial(_JOIN.get(name, np.mean), axis=0), value)
+      if name == "loss":
+        found |= {f"diloco/loss/{r}": x for r, x in enumerate(value)}
+    return scoring.to_host(by_row) | found
+
+  def evaluation(self, evaluate: Callable) -> Callable:
+    """`step.make_eval_step` at the global parameters; every slice has a part of the rows."""
+
+    def part(x):
+      x = x.reshape(self.layout.apart, -1, *x.shape[1:])
+      return constrain(x, (APART, BATCH, *(None,) * (x.ndim - 2)), "the rows of an evaluation")
+
+    def evaluated(whole, batch):
+      rows = jax.tree.map(part, batch)
+      return jax.tree.map(lambda sums_R: sums_R.sum(0), self.at_global(evaluate, whole, rows, 0))
+
+    return evaluated
+
+  def at_global(self, function: Callable, whole: nnx.State, batches, axis: int | None = None):
+    """function(train state of a slice with the global parameters, batches) in every slice, so that none sends them.
+
+    axis: of the slices in batches; None: all slices have the same.
+    """
+    flat, copies = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}
+    for path, v in nnx.to_flat_state(self.state):
+      if path[:2] == (INNER, GLOBAL) and v.shape != flat[path[1:]].shape:
+        copy = jnp.broadcast_to(flat[path[1:]], v.shape)
+        copies[path] = jax.lax.with_sharding_constraint(copy, v.get_value().sharding)
+    mapped = jax.vmap(function, (self._axes, axis), spmd_axis_name=APART)
+    return mapped(self._inner(replaced(whole, copies)), batches)
+
+
+def of_slices(tree: Any) -> Any:
+  """Host copies [R, ...] of arrays with a leading slice axis, also of the slices of other processes."""
+  leaves, structure = jax.tree.flatten(tree)
+  own = [{shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards} for x in leaves]
+  if not all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
+    said = distributed.gather([{start: x.tolist() for start, x in shards.items()} for shards in own])
+    merged = [{int(start): x for one in said for start, x in one[i].items()} for i in range(len(leaves))]
+    own = [{start: np.asarray(x, like.dtype) for start, x in m.items()} for m, like in zip(merged, leaves, strict=True)]
+  whole = [np.concatenate([shards[start] for start in sorted(shards)]) for shards in own]
+  return jax.tree.unflatten(structure, whole)
+
+
+def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:
+  """{path: fragments that have a part of the parameter}: of stacked layers all, others one, so that sizes are alike."""
+  sizes, found = [0.0] * count, {}
+  stacked = [(path, v) for path, v in params if count > 1 and (v.get_metadata().get(AXES) or ("",))[0] == "layers"]
+  for path, v in stacked:
+    found[path] = tuple(range(count))
+    for fragment in range(count):
+      sizes[fragment] += v.size * len(range(fragment, v.shape[0], count)) / v.shape[0]
+  for path, v in sorted(params, key=lambda item: -item[1].size):
+    if path not in found:
+      fragment = sizes.index(min(sizes))
+      found[path] = (fragment,)
+      sizes[fragment] += v.size
+  return {path: found[path] for path, _ in params}
+
+
+def _is_common(x) -> bool:
+  """Whether a leaf of a train state is the same in all slices: a count of steps."""
+  return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def replaced(whole: nnx.State, new: Mapping[tuple, Any]) -> nnx.State:
+  return nnx.from_flat_state(
+    [(path, v.replace(new[path]) if path in new else v) for path, v in nnx.to_flat_state(whole)]
+  )
