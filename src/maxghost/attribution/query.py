@@ -142,15 +142,10 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
   elif query.by == "step":
     half_width = np.full(len(result), np.nan)
   return {
-    **result.keys,
-    "chunks": result.exposures,
-    "tokens": result.tokens,
-    "share": result.share,
-    "loss": result.loss_tokens / np.maximum(result.tokens, 1),
-    "contribution": total,
-    **({"in_all": result.in_all_GK[:, k]} if log.knows_in_all else {}),
-    "half_width": half_width,
-  }
+    **result.keys, "chunks": result.exposures, "tokens": result.tokens, "share": result.share,
+    "loss": result.loss_tokens / np.maximum(result.tokens, 1), "contribution": total,
+    **({"in_all": result.in_all_GK[:, k]} if log.knows_in_all else {}), "half_width": half_width,
+  }  # fmt: skip
 
 
 def _scaling(log: ScoreLog, scale: str):

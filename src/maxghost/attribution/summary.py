@@ -216,22 +216,15 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   counts = {"score rows": log.num_rows, "scored documents": len(groups), "scored tokens": num_tokens}
   known, empty = steps[np.isfinite(steps["loss"])], np.zeros(0, np.int64)
   return Summary(
-    name=log.run_dir.resolve().name,
-    run_dir=log.run_dir,
-    messages=messages,
-    sets=sets,
+    name=log.run_dir.resolve().name, run_dir=log.run_dir, messages=messages, sets=sets,
     train_loss=metrics.get("learning/loss", Series(known["step"], known["loss"])),
     eval_loss=metrics.get("eval/avg_loss", Series(empty, empty)),
     reward=metrics.get("rollout/reward", Series(empty, empty)),
-    num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(steps),
-    num_documents=len(groups),
-    num_tokens=num_tokens,
-    facts=_facts(log, metrics, counts),
-    config=read_mapping(log.run_dir / "config.yml"),
-    passes=_passes(time),
-    duplicates=_duplicates(source and source.documents, groups),
+    num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(steps), num_documents=len(groups),
+    num_tokens=num_tokens, facts=_facts(log, metrics, counts), config=read_mapping(log.run_dir / "config.yml"),
+    passes=_passes(time), duplicates=_duplicates(source and source.documents, groups),
     samples=read_samples(log.run_dir / "metrics.jsonl"),
-  )
+  )  # fmt: skip
 
 
 def _is_judged(groups: Groups) -> np.ndarray:
@@ -258,17 +251,10 @@ def _set_summary(log: ScoreLog, k: int, time: TimeSums, num_judged: int, documen
   loss_S, before_S = log.steps["val_loss"][:, k], log.steps["prev_val_loss"][:, k]
   known = np.isfinite(loss_S)
   return SetSummary(
-    name=log.val_sets[k],
-    index=k,
-    ledger=_ledger(log, k),
-    val_loss=Series(log.steps["step"][known], loss_S[known]),
-    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()),
-    domains=_domains(time, k),
-    num_judged=num_judged,
-    time=time,
-    heat_map=_heat_map(log, time, k),
-    **documents,
-  )
+    name=log.val_sets[k], index=k, ledger=_ledger(log, k), val_loss=Series(log.steps["step"][known], loss_S[known]),
+    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()), domains=_domains(time, k),
+    num_judged=num_judged, time=time, heat_map=_heat_map(log, time, k), **documents,
+  )  # fmt: skip
 
 
 def _domains(time: TimeSums, k: int) -> list[Value]:

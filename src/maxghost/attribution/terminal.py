@@ -65,13 +65,10 @@ def _domains(part: SetSummary) -> Table:
   table = _table(f"\nDomains, for the {report_text.loss_of(part.name)}", *head)
   for value in part.domains:
     table.add_row(
-      _text(value.domain),
-      compact(value.tokens),
-      number(value.contribution, plus=True) + plus_minus(value.half_width),
-      number(value.per_million, plus=True) + plus_minus(value.per_million_half_width),
-      percent(value.relative),
+      _text(value.domain), compact(value.tokens), number(value.contribution, plus=True) + plus_minus(value.half_width),
+      number(value.per_million, plus=True) + plus_minus(value.per_million_half_width), percent(value.relative),
       number(value.loss),
-    )
+    )  # fmt: skip
   return table
 
 

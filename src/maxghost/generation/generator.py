@@ -150,15 +150,11 @@ class Generator:
     token_B, logp_B = jnp.where(running_B, token_B, 0), jnp.where(running_B, logp_B, 0)
     put = lambda all_BN, new_B: jax.lax.dynamic_update_index_in_dim(all_BN, new_B, loop["num_B"], 1)  # noqa: E731
     return loop | {
-      "kept": kept,
-      "length_B": loop["length_B"] + running_B,
-      "token_B": token_B,
-      "ids_BN": put(loop["ids_BN"], token_B),
-      "logps_BN": put(loop["logps_BN"], logp_B),
-      "counts_B": loop["counts_B"] + running_B,
-      "done_B": loop["done_B"] | jnp.isin(token_B, self._stop_ids),
+      "kept": kept, "length_B": loop["length_B"] + running_B, "token_B": token_B,
+      "ids_BN": put(loop["ids_BN"], token_B), "logps_BN": put(loop["logps_BN"], logp_B),
+      "counts_B": loop["counts_B"] + running_B, "done_B": loop["done_B"] | jnp.isin(token_B, self._stop_ids),
       "num_B": loop["num_B"] + 1,
-    }
+    }  # fmt: skip
 
 
 def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Array, Any]:

@@ -223,15 +223,12 @@ def by_kernel(gram, floor, *, interpret: bool = False):
   grams = jnp.pad(gram.reshape(num, rank, rank), ((0, 0), (0, size - rank), (0, size - rank)))
   square = pl.BlockSpec((1, size, size), lambda i: (i, 0, 0))
   run = pl.pallas_call(
-    functools.partial(_kernel, rank),
-    grid=(num,),
-    in_specs=[square, pl.BlockSpec((1, 1), lambda i: (i, 0))],
+    functools.partial(_kernel, rank), grid=(num,), in_specs=[square, pl.BlockSpec((1, 1), lambda i: (i, 0))],
     out_specs=[pl.BlockSpec((1, size), lambda i: (i, 0)), square],
     out_shape=[jax.ShapeDtypeStruct((num, size), gram.dtype), jax.ShapeDtypeStruct(grams.shape, gram.dtype)],
-    compiler_params=triton.CompilerParams(num_warps=max(1, size * size // 1024)),
-    interpret=interpret,
+    compiler_params=triton.CompilerParams(num_warps=max(1, size * size // 1024)), interpret=interpret,
     name="ghost_eliminate",
-  )
+  )  # fmt: skip
   if (layout := shardings.current()) is not None and layout.num_devices > 1:
     specs = PartitionSpec(), PartitionSpec()
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=specs, check_vma=False)

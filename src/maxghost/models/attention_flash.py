@@ -75,14 +75,9 @@ def _splash(shape, interpret: bool, q_BHTh, k_BKTh, v_BKTh, segments_BT, sinks_H
   # Unfused, because the fused backward kernel holds one dq for every block of keys.
   sizes = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
   kernel = lib.make_splash_mha(
-    lib.MultiHeadMask([mask] * heads),
-    block_sizes=lib.BlockSizes(**dict.fromkeys(sizes, block)),
-    head_shards=1,
-    q_seq_shards=1,
-    attn_logits_soft_cap=shape.soft_cap,
-    save_residuals=save_residuals,
-    interpret=interpret,
-  )
+    lib.MultiHeadMask([mask] * heads), block_sizes=lib.BlockSizes(**dict.fromkeys(sizes, block)), head_shards=1,
+    q_seq_shards=1, attn_logits_soft_cap=shape.soft_cap, save_residuals=save_residuals, interpret=interpret,
+  )  # fmt: skip
 
   def one(q, k, v, segments):
     return kernel(q, k, v, None if segments is None else lib.SegmentIds(segments, segments), sinks_H)

@@ -28,13 +28,9 @@ FEED_FORWARD = ("activation_batch", "activation_length", "activation_mlp")
 adapter_keys: contextvars.ContextVar[Iterator | None] = contextvars.ContextVar("maxghost_adapter_keys", default=None)
 
 ACTIVATIONS = {
-  "silu": jax.nn.silu,
-  "gelu": jax.nn.gelu,
-  "relu": jax.nn.relu,
-  "linear": lambda x: x,
-  "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-  "one_plus": lambda x: 1 + x,
-}
+  "silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "linear": lambda x: x,
+  "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x), "one_plus": lambda x: 1 + x,
+}  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -71,18 +67,11 @@ def linear(
   axes: logical axes of its kernel. matrix: (axes of rows, axes of columns) of its kernel, or () for none.
   """
   return layer_type(
-    in_features,
-    out_features,
-    axis=tuple(range(-in_axes, 0)),
-    use_bias=use_bias,
-    kernel_init=nnx.initializers.normal(std),
-    precision=precision(cfg),
-    dot_general=dense.dot_general,
-    rngs=rngs,
+    in_features, out_features, axis=tuple(range(-in_axes, 0)), use_bias=use_bias,
+    kernel_init=nnx.initializers.normal(std), precision=precision(cfg), dot_general=dense.dot_general, rngs=rngs,
     kernel_metadata={"axes": axes, "matrix": (in_axes, len(axes) - in_axes) if matrix is None else matrix},
-    bias_metadata={"axes": tuple(axes[in_axes:]), "matrix": ()},
-    **dtypes(cfg),
-  )
+    bias_metadata={"axes": tuple(axes[in_axes:]), "matrix": ()}, **dtypes(cfg),
+  )  # fmt: skip
 
 
 def dtypes(cfg: ModelConfig) -> dict:

@@ -98,19 +98,10 @@ class TrainingLoop:
   """
 
   def __init__(
-    self,
-    cfg: Config,
-    program: Program,
-    dataset,
-    sinks: Sinks,
-    signals: StopSignals,
-    hardware: Hardware,
-    *,
-    put: Callable[[dict], Any] = jax.device_put,
-    reweighter: Reweighter | None = None,
-    sampler: Callable[[Any], str] | None = None,
-    rollouts: Rollouts | None = None,
-  ):
+    self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
+    put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
+    sampler: Callable[[Any], str] | None = None, rollouts: Rollouts | None = None,
+  ):  # fmt: skip
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)

@@ -177,13 +177,10 @@ class Scorer:
       return learning_rate * (place(factor_BSK) * score + place(slope_BSK) * own)
 
     out = {
-      "val_loss": scored.val_loss,
-      "score_dot_BSK": score_BSK * per_share_BS[..., None],
-      "contribution_BSK": credit(score_BSK, own_BS1),
-      **of_slots,
-      "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
+      "val_loss": scored.val_loss, "score_dot_BSK": score_BSK * per_share_BS[..., None],
+      "contribution_BSK": credit(score_BSK, own_BS1), **of_slots, "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
       "scored_ok": ok,
-    }
+    }  # fmt: skip
     if clipping is not None:
       changed_BSK = (clipping[0] != clip_factor) | (clipping[1] != 0)  # a difference of products may round otherwise
       out["of_clipping"] = jnp.where(changed_BSK, out["contribution_BSK"] - score_BSK * scale, 0).sum((0, 1))

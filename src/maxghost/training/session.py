@@ -142,17 +142,10 @@ class Session:
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
-      cfg,
-      self._program,
-      batches,
-      sinks,
-      self._signals,
+      cfg, self._program, batches, sinks, self._signals,
       Hardware(plan.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops),
-      put=plan.layout.put,
-      reweighter=reweighter,
-      sampler=self._sampler,
-      rollouts=rollouts,
-    )
+      put=plan.layout.put, reweighter=reweighter, sampler=self._sampler, rollouts=rollouts,
+    )  # fmt: skip
     outcome = loop.run(train_state, position, prefetcher)
     if not position.completed_steps:  # the reader counts what this process has read
       self._console.line(dataset.train.describe())

@@ -112,12 +112,9 @@ def _spans(marked: Marked) -> list[tuple[str, str, str]]:
 
 
 _templates = jinja2.Environment(
-  loader=jinja2.PackageLoader("maxghost.attribution", "html"),
-  autoescape=True,
+  loader=jinja2.PackageLoader("maxghost.attribution", "html"), autoescape=True,
   finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
-  undefined=jinja2.StrictUndefined,
-  trim_blocks=True,
-  lstrip_blocks=True,
-)
+  undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
 _templates.filters |= vars(numbers) | vars(report_text)  # their functions
 _templates.filters |= {"snippet": lambda text: snippet(text, 140) or "(no visible characters)", "spans": _spans}
