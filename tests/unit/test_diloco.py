@@ -564,6 +564,7 @@ COMBINED = {
   "qk_clip": {"use_qk_clip": True, "qk_clip_threshold": 0.01},
   "mtp": {"mtp_num_layers": 1},
   "path": {"ghost_direction": "path", "ghost_detail": "token"},
+  "marginal": {"ghost_direction": "marginal", "gradient_clipping_threshold": 0.1},
 }
 
 

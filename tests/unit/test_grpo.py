@@ -364,6 +364,16 @@ def test_a_prompt_that_leaves_no_room_is_named(tmp_path, capsys):
     {"lora_rank": 2, "grpo_beta": 0.1, "gradient_accumulation_steps": 2, "per_device_batch_size": 4},
     {"grpo_beta": 0.1, "ghost_schedule": "reverse_scan", "ghost_direction": "path", "ghost_curvature": "secant"},
     {"opt_type": "muon", "num_vocab_tiling": 4, "ghost_enabled": "false"},
+    pytest.param(
+      {
+        "segment_lengths": "[1]",
+        "ghost_schedule": "reverse_scan",
+        "offload_to_host": "[optimizer]",
+        "trainable_parameters_mask": "['decoder/*']",
+      },
+      marks=pytest.mark.slow,
+    ),
+    pytest.param({"ghost_direction": "marginal", "gradient_clipping_threshold": 0.1}, marks=pytest.mark.slow),
     pytest.param({"logits_via_embedding": "true", "ghost_rank": 2, "ghost_val_every": 2}, marks=pytest.mark.slow),
   ],
 )
