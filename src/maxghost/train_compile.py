@@ -33,10 +33,12 @@ def _run(cfg: Config) -> int:
   teacher = load_model.teacher(cfg)
   plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(topology, slices)), teacher and teacher[0])
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
-  print(*plan.lines(), *plan.memory.table(), sep="\n", flush=True)
+  for line in [*plan.lines(), *plan.memory.table()]:
+    print(line, flush=True)
   compiled = aot.compile_step(plan)
   lines, fits = aot.report_lines(compiled, topology)
-  print(*lines, sep="\n", flush=True)
+  for line in lines:
+    print(line, flush=True)
   if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
     path = Path(cfg.parallel.compiled_trainstep_file)
     with naming("compiled_trainstep_file", path):
