@@ -372,3 +372,11 @@ def test_training_refuses_before_anything_is_compiled_or_written(flags, tmp_path
 
 def test_the_default_run_is_not_refused():
   report.check(estimate(config.load()), 2**30)  # on a machine with 1 GiB
+
+
+def test_further_tokens_are_counted():
+  """Their modules in parameters, moments and gradients, to the byte."""
+  cfg = config.replace(config.load(), mtp_num_layers=2)
+  _, abstract = state.abstract_split(cfg)
+  count, estimated = sum(x.size for x in jax.tree.leaves(abstract["model"])), estimate(cfg)
+  assert [row(estimated, name) for name in ("parameters", "optimizer", "gradients")] == [4 * count, 8 * count, 4 * count]
