@@ -44,10 +44,12 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
     lost = f"{existing.path} holds an unfinished run, which would be overwritten"
     raise ConfigError(f"checkpoint_period=0: {lost}; choose another run_name")
   from maxghost import load_model, trackers
-  from maxghost.data import build, teacher_logits
+  from maxghost.data import build, rewards, teacher_logits
 
   trackers.check(cfg)
   teacher_logits.check(cfg)
+  for name in cfg.rollout.reward_functions if cfg.samples else ():
+    rewards.load(name)
   open_parameters, teacher = _parameters(cfg, existing), load_model.teacher(cfg)
   corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size, cfg.records)
   return _train(cfg, existing, corpus, signals, open_parameters, force, teacher or (None, None))

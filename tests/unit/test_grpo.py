@@ -1,6 +1,6 @@
 """GRPO: loss, advantages and scores against formulas written out, answers that depend on their keys alone, what-if.
 
-B=8 rows of T=24, P prompts, G answers to each, V vocabulary.
+B=9 rows of T=24, P prompts, G answers to each, V vocabulary.
 """
 
 import json
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import routed
 import tiny
 from flax import nnx
 from train_steps import REFERENCE_SEED, VALIDATION, Run
@@ -20,9 +21,9 @@ from maxghost.config import ConfigError
 from maxghost.data import rewards
 from maxghost.objectives.grpo import PolicyLoss
 
-T, ROWS = 24, 8
+T, ROWS, MOST = 24, 9, 11
 KEYS = {
-  "objective": "grpo", "packing": "none", "num_generations": 4, "max_completion_length": 9, "max_target_length": T,
+  "objective": "grpo", "packing": "none", "num_generations": 3, "max_completion_length": MOST, "max_target_length": T,
   "per_device_batch_size": ROWS, "ghost_val_batch_size": 5,
 }  # fmt: skip
 DTYPES = {"float32": 1e-5, "float64": 1e-12}
@@ -31,11 +32,11 @@ DTYPES = {"float32": 1e-5, "float64": 1e-12}
 def sampled(seed: int = 0, loss_type: str = "dapo") -> dict:
   """Rows of prompts and answers of unequal lengths, log-probabilities as they are drawn near those of the model."""
   rng = np.random.default_rng(seed)
-  prompt, answer = rng.integers(2, 9, ROWS), rng.integers(1, 10, ROWS)
+  prompt, answer = rng.integers(2, 9, ROWS), rng.integers(1, MOST + 1, ROWS)
   place = np.arange(T)
   real = place < (prompt + answer - 1)[:, None]
   weights = ((place >= prompt[:, None] - 1) & real).astype(np.float32)
-  scale = weights.sum() / (ROWS * 9) if loss_type == "dr_grpo" else 1.0
+  scale = weights.sum() / (ROWS * MOST) if loss_type == "dr_grpo" else 1.0
   if loss_type == "grpo":
     weights = weights / weights.sum(1, keepdims=True)
   tokens = rng.integers(0, tiny.VOCAB, (ROWS, T + 1)).astype(np.int32)
@@ -132,6 +133,20 @@ def test_loss_gradients_and_scores_are_those_of_the_formulas(case, dtype, schedu
   assert oracles.relative_error(moved, whole) < 10 * bound
   clipped = [out["clip_ratio/low_mean"], out["clip_ratio/high_mean"]]
   assert all(0 < share < 1 for share in clipped), "the case clips on both sides"
+
+
+def test_the_factor_of_the_loss_leaves_the_balance_of_the_experts_alone():
+  batch, loss = sampled(5, "dr_grpo"), PolicyLoss(load_balance_loss_weight=0.3)
+  model = tiny.make_model(tiny.make_config(**routed.MIXTRAL))
+  assert not np.allclose(batch["loss_scales"], 1)
+
+  @jax.jit
+  def both(batch):
+    plain = PolicyLoss().measured(model, batch)[0]
+    hidden = model.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
+    return loss.measured(model, batch)[0], plain + 0.3 * hidden.routing["load_balance_BT"]
+
+  np.testing.assert_allclose(*both(batch), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("divergence", ["rho_k3", "k2"])
@@ -344,12 +359,51 @@ def test_a_reward_that_fails_stops_before_the_step(name, said, tmp_path, capsys)
     ({"ghost_select": "topk"}, "use ghost_select=none"),
     ({"reward_weights": (1.0, 2.0)}, "a weight for each or none"),
     ({"z_loss_multiplier": 1e-4}, "use z_loss_multiplier=0.0"),
+    ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
+    ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),
+    ({"ghost_reweight": (3.0, 0.7), "num_iterations": 2}, "draws for every step"),
   ],
 )
 def test_contradictions_are_refused(changes, said):
   keys = {"objective": "grpo", "packing": "none", "max_target_length": 16, "max_completion_length": 4} | changes
   with pytest.raises(ConfigError, match=said):
     config.replace(config.load(), **keys)
+
+
+@pytest.mark.parametrize(
+  ("name", "said"),
+  [
+    ("arithmetc", "did you mean 'arithmetic'"),
+    ("{folder}/own.py:one", "has no function one"),
+    ("{folder}/own.py:x.y", "has no function x.y"),
+    ("{folder}/none.py:f", "cannot be imported: FileNotFoundError"),
+  ],
+)
+def test_a_reward_that_does_not_exist_leaves_nothing_behind(name, said, tmp_path, capsys):
+  folder = write(tmp_path)
+  assert start(folder, reward_functions=f"[{name.format(folder=folder)}]") == 2
+  assert said in capsys.readouterr().err and not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"grpo_beta": 0.5}, "grpo_beta=0.5 adds what does not scale"),
+    ({"num_experts": 4, "load_balance_loss_weight": 0.25}, "train with load_balance_loss_weight=0.0"),
+    ({"ghost_direction": "marginal"}, "train with gradient_clipping_threshold=0.0"),
+    ({"objective": "sft"}, "for runs with objective=grpo, not sft"),
+  ],
+)
+def test_what_if_needs_contributions_that_scale_with_the_advantage(changes, said, finished):
+  with pytest.raises(ConfigError, match=said):
+    what_if._parsed("reward=arithmetic", config.replace(config.load(finished / "runs/base/config.yml"), **changes))
+
+
+def test_a_damaged_file_of_answers_is_named(finished, tmp_path):
+  for text in ("{", '{"step": 0}', '{"step": 0, "prompts": [{"prompt": "", "document": [], "epoch": 0}]}', "[]"):
+    (tmp_path / "rollouts.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"rollouts\.jsonl: damaged"):
+      what_if._records(tmp_path / "rollouts.jsonl")
 
 
 def test_a_prompt_that_leaves_no_room_is_named(tmp_path, capsys):

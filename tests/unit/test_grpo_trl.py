@@ -17,7 +17,7 @@ from maxghost import config, objectives
 from maxghost.data import rewards
 
 pytestmark = pytest.mark.hf
-PROMPTS, LENGTHS, MOST = (4, 4, 2, 2), (5, 9, 6, 3), 11
+PROMPTS, LENGTHS, MOST = (5, 5, 2, 2), (5, 9, 6, 3), 11
 
 
 @pytest.fixture(scope="module")

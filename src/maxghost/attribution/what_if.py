@@ -22,8 +22,7 @@ from maxghost.config.values import printable
 from maxghost.data import rewards
 from maxghost.scorelog import ScoreLog
 
-FILE, SHOWN = "rollouts.jsonl", 10
-SCALES = ("group", "batch", "none")
+SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
   contribution = log["contribution"][:, names.index(val_set or names[0])].tolist()
   score_of = dict(zip(zip(*columns, strict=True), contribution, strict=True))
   found, idle = [], 0
-  for record in _records(log.run_dir / FILE):
+  for record in _records(log.run_dir / rewards.FILE):
     if any(answer["advantage"] for prompt in record["prompts"] for answer in prompt["answers"]):
       found += _answers(record, function, scale, cfg, score_of)
     else:
@@ -91,19 +90,22 @@ def show(found: WhatIf, asked: str, val_set: str) -> list[str]:
 
 def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
   """(reward function or None for that of the run, scale_rewards)."""
-  if cfg.optimizer.objective != "grpo":
+  if not cfg.samples:
     raise ConfigError(f"--what-if is for runs with objective=grpo, not {cfg.optimizer.objective}")
-  if cfg.rollout.grpo_beta:
-    raise ConfigError(
-      f"--what-if: with grpo_beta={cfg.rollout.grpo_beta} a contribution has a part of the divergence, which does not "
-      "scale with the advantage; train with grpo_beta=0.0"
-    )
+  balance = cfg.model.load_balance_loss_weight if cfg.model.num_experts > 1 else 0
+  fixed = {"grpo_beta=0.0": cfg.rollout.grpo_beta, "load_balance_loss_weight=0.0": balance}
+  fixed["gradient_clipping_threshold=0.0"] = cfg.counts_clipping and cfg.optimizer.gradient_clipping_threshold
+  for without, value in fixed.items():
+    if value:
+      key = without.partition("=")[0]
+      raise ConfigError(f"--what-if: {key}={value} adds what does not scale with the advantage; train with {without}")
+  scales = config.fields()["scale_rewards"].metadata["choices"]
   given = {name: value for name, _, value in (part.partition("=") for part in asked.split(","))}
   if given.keys() - {"reward", "scale_rewards"}:
-    raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(SCALES)}, or both")
+    raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(scales)}, or both")
   scale = given.get("scale_rewards", cfg.rollout.scale_rewards)
-  if scale not in SCALES:
-    raise ConfigError(f"--what-if scale_rewards={scale}: use one of {', '.join(SCALES)}")
+  if scale not in scales:
+    raise ConfigError(f"--what-if scale_rewards={scale}: use one of {', '.join(scales)}")
   return rewards.load(given["reward"]) if "reward" in given else None, scale
 
 
@@ -111,9 +113,13 @@ def _records(path: Path) -> list[dict]:
   if not path.is_file():
     raise ConfigError(f"{path}: no such file; it has the answers of a run with objective=grpo")
   try:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-  except ValueError as error:
-    raise ConfigError(f"{path}: damaged ({error})") from error
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    for prompt in (prompt for record in records if record["step"] >= 0 for prompt in record["prompts"]):
+      needed = [prompt[name] for name in ("prompt", "document", "epoch")]
+      needed += [answer[name] for answer in prompt["answers"] for name in ("text", "reward", "advantage")]
+  except (ValueError, KeyError, TypeError) as error:
+    raise ConfigError(f"{path}: damaged ({type(error).__name__}: {error})") from error
+  return records
 
 
 def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) -> list[tuple]:

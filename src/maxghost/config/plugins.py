@@ -73,6 +73,7 @@ class Objective(Plugin):
   reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
   that is "base", the model without them); "teacher", another model; "" none.
   validated_by: the objective of validation sets that name none; "" for the same one.
+  samples: whether its rows are answers that the model samples in training.
   """
 
   rows_per_unit: int = 1
@@ -80,6 +81,7 @@ class Objective(Plugin):
   reference: str = ""
   perplexity: bool = True
   validated_by: str = ""
+  samples: bool = False
 
 
 _losses = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), perplexity=False)
@@ -90,7 +92,7 @@ OBJECTIVES: dict[str, Objective] = {
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
   "distill": _losses("maxghost.objectives.distill:Distillation", reference="teacher"),
   "grpo": _losses(
-    "maxghost.objectives.grpo:PolicyLoss", records="conversations", reference="start", validated_by="sft"
+    "maxghost.objectives.grpo:PolicyLoss", records="conversations", reference="start", validated_by="sft", samples=True
   ),
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }

@@ -404,6 +404,11 @@ class Config:
     return plugins.OBJECTIVES[self.optimizer.objective].records
 
   @property
+  def samples(self) -> bool:
+    """Whether the run trains on answers that its model samples."""
+    return plugins.OBJECTIVES[self.optimizer.objective].samples
+
+  @property
   def set_objectives(self) -> tuple[str, ...]:
     """The objective of each validation set."""
     own = plugins.OBJECTIVES[self.optimizer.objective].validated_by or self.optimizer.objective
@@ -422,8 +427,9 @@ class Config:
   @property
   def reference(self) -> str:
     """What the frozen second model of the run is, as in `plugins.Objective`; "" where there is none."""
-    named = {self.optimizer.objective, *self.set_objectives} - ({"grpo"} if not self.rollout.grpo_beta else set())
-    found = {plugins.OBJECTIVES[name].reference for name in named}
+    named = {self.optimizer.objective, *self.set_objectives}
+    used = (plugins.OBJECTIVES[name] for name in named)
+    found = {one.reference for one in used if self.rollout.grpo_beta or not one.samples}
     compares = "dpo" not in named or self.optimizer.dpo_algo not in plugins.WITHOUT_REFERENCE
     if self.data.has_reference or not compares:
       found -= {"start"}

@@ -275,7 +275,7 @@ def preferences(v: Values) -> Iterator[str]:
   if smoothing and algo not in (able := ("sigmoid", "robust", "simpo")):
     yield f"{v['dpo_label_smoothing']} is not part of {v['dpo_algo']}; use 0.0, or dpo_algo={' or '.join(able)}"
   named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} - {""}
-  used = {plugins.OBJECTIVES[name] for name in named - {"grpo"} if name in plugins.OBJECTIVES}
+  used = {one for name, one in plugins.OBJECTIVES.items() if name in named and not one.samples}
   if v.z_loss_multiplier and any(one.rows_per_unit > 1 for one in used):
     yield f"{v['z_loss_multiplier']} would change the log-probabilities that pairs compare; use z_loss_multiplier=0.0"
   columns = [name for name in plugins.REFERENCE_COLUMNS if name in v.train_data_columns]
@@ -293,9 +293,10 @@ def preferences(v: Values) -> Iterator[str]:
 
 def rollouts(v: Values) -> Iterator[str]:
   """What sampling from the model in training asks of the other keys."""
-  if any(text.endswith("@grpo") for text in v.ghost_val_sets):
+  sampling = {name for name, one in plugins.OBJECTIVES.items() if one.samples}
+  if any(plugins.without_objective(text)[1] in sampling for text in v.ghost_val_sets):
     yield f"{v['ghost_val_sets']}: answers are sampled in training alone; use @sft, the loss of gold answers"
-  if v.objective != "grpo":
+  if v.objective not in sampling:
     return
   given, rows = v["objective"], v.per_device_batch_size
   if v.packing != "none":
@@ -308,13 +309,17 @@ def rollouts(v: Values) -> Iterator[str]:
     yield f"{v['max_completion_length']} leaves no room for a prompt in {v['max_target_length']}; use {most} or less"
   if len(v.reward_weights) not in (0, len(v.reward_functions)) or not v.reward_functions:
     yield f"{v['reward_weights']} and {v['reward_functions']}: name a function or more, and a weight for each or none"
+  if twice := [name for name in v.reward_functions if v.reward_functions.count(name) > 1]:
+    yield f"reward_functions names {twice[0]} twice; name it once, with its weight in reward_weights"
+  if v.ghost_reweight and v.num_iterations > 1:
+    yield f"{v['ghost_reweight']} draws for every step, and {v['num_iterations']} samples less often; use one of them"
   if v.z_loss_multiplier:
     yield f"{v['z_loss_multiplier']} would change the log-probabilities of answers; use z_loss_multiplier=0.0"
   if v.decode_sampling_temperature != 1 and v.num_vocab_tiling > 1:
     yield f"{v['decode_sampling_temperature']} does not go with {v['num_vocab_tiling']}; use 1.0, or num_vocab_tiling=1"
   if not v.sft_train_on_completion_only:
     yield f"{given} asks for where answers begin; use sft_train_on_completion_only=true"
-  if v.opt_type == "adamw" and not v.adam_eps:
+  if v.opt_type in ("adamw", "muon") and not v.adam_eps:
     yield f"{given} gives answers that teach nothing a tiny gradient, which adam_eps=0.0 would make a whole step of"
   for name, wanted in (("ghost_select", "none"), ("ghost_detail", "layer"), ("offline_data_dir", "")):
     if getattr(v, name) != wanted and (name != "ghost_detail" or v.ghost_detail == "token"):

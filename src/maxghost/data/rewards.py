@@ -8,13 +8,12 @@ P prompts, G answers to each, B = P G rows, F functions.
 """
 
 import ast
+import functools
 import importlib
-import importlib.util
 import math
 import re
-import sys
+import runpy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.values import printable
 
 Reward = Callable[..., Any]  # -> Sequence[float | None]
+FILE = "rollouts.jsonl"  # of a run directory: the answers of each sampling and their rewards
 EPSILON = 1e-4  # added to standard deviations, as in TRL
 UNTAUGHT = 2.0**-40  # the advantage of an answer that has none, so that its score is known all the same
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -68,6 +68,7 @@ def register(function: Reward) -> Reward:
   return function
 
 
+@functools.cache
 def load(name: str) -> Reward:
   """A registered function, or that of FILE.py:FUNCTION or MODULE:FUNCTION. Raises ConfigError."""
   place, _, function = name.rpartition(":")
@@ -77,19 +78,12 @@ def load(name: str) -> Reward:
     known = f"{', '.join(REWARDS)}, or FILE.py:FUNCTION{did_you_mean(name, REWARDS)}"
     raise ConfigError(f"reward_functions={name}: use {known}")
   try:
-    if place.endswith(".py"):
-      spec = importlib.util.spec_from_file_location(f"maxghost_reward_{Path(place).stem}", place)
-      assert spec is not None and spec.loader is not None
-      module = importlib.util.module_from_spec(spec)
-      sys.modules[spec.name] = module
-      spec.loader.exec_module(module)
-    else:
-      module = importlib.import_module(place)
+    there = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
   except Exception as error:  # whatever the user's file does
     raise ConfigError(f"reward_functions={name}: {place} cannot be imported: {_said(error)}") from error
-  found = getattr(module, function, None)
+  found = there.get(function)
   if not callable(found):
-    known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    known = [key for key, value in there.items() if callable(value) and not key.startswith("_")]
     raise ConfigError(f"reward_functions={name}: {place} has no function {function}{did_you_mean(function, known)}")
   return found
 

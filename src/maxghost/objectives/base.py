@@ -34,6 +34,8 @@ class Objective(abc.ABC):
   parts: names of these rows, where the score log has the contribution of each apart; () where it has not.
   reference: what the frozen second model is, as in `plugins.Objective`; "" where there is none.
   perplexity: whether the loss is nats per token, so that its exponential is a perplexity.
+  validated_by: the objective of validation sets that name none; "" for this one.
+  samples: whether rows are answers that the model samples in training.
   maxima: names of metrics that are maxima over the batch, not means.
   """
 
@@ -44,6 +46,8 @@ class Objective(abc.ABC):
   parts: ClassVar[tuple[str, ...]] = ()
   reference: ClassVar[str] = ""
   perplexity: ClassVar[bool] = True
+  validated_by: ClassVar[str] = ""
+  samples: ClassVar[bool] = False
   maxima: ClassVar[tuple[str, ...]] = ()
 
   @classmethod

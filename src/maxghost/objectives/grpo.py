@@ -42,6 +42,8 @@ class PolicyLoss(LanguageModelLoss):
   records = "conversations"
   reference = "start"
   perplexity = False
+  validated_by = "sft"
+  samples = True
   maxima = (*LanguageModelLoss.maxima, "policy/max_ratio_error")
   epsilon_low: float = 0.2
   epsilon_high: float = 0.2
@@ -93,7 +95,7 @@ class PolicyLoss(LanguageModelLoss):
     share_BT = weights_BT / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
     metrics = {name: jnp.sum(value * share_BT).astype(losses_BT.dtype) for name, value in found.items()}
     metrics["policy/max_ratio_error"] = jnp.max(jnp.where(counts_BT, jnp.abs(ratio_BT - 1), 0))
-    losses_BT = self.balanced(x, losses_BT) * batch[SCALES].astype(losses_BT.dtype)[:, None]
+    losses_BT = self.balanced(x, losses_BT * batch[SCALES].astype(losses_BT.dtype)[:, None])
     return losses_BT, weights_BT, self.metrics(x, batch) | metrics
 
   def divergences(self, logps_BT, reference_BT, ratio_BT, counts_BT):

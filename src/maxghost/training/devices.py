@@ -77,8 +77,9 @@ def check_layout(cfg: Config, layout: Layout) -> None:
       f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are "
       f"{distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint"
     )
-  if distributed.count() > 1 and cfg.optimizer.objective == "grpo":
-    raise ConfigError(f"objective=grpo samples in a single process, and there are {distributed.count()}; start one")
+  if distributed.count() > 1 and cfg.samples:
+    given = f"objective={cfg.optimizer.objective}"
+    raise ConfigError(f"{given} samples in a single process, and there are {distributed.count()}; start one")
   if distributed.count() > 1 and (cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token"):
     key = "ghost_detail=token" if cfg.ghost.ghost_detail == "token" else f"ghost_select={cfg.ghost.ghost_select}"
     raise ConfigError(
@@ -94,7 +95,7 @@ def rows_per_step(cfg: Config, num_devices: int) -> int:
 
 def data_rows(cfg: Config, num_rows: int) -> int:
   """Rows that the data gives for a batch of this many: prompts, where each has several answers."""
-  return num_rows // cfg.rollout.num_generations if cfg.optimizer.objective == "grpo" else num_rows
+  return num_rows // cfg.rollout.num_generations if cfg.samples else num_rows
 
 
 def num_chosen(cfg: Config, num_candidates: int) -> int:

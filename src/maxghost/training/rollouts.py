@@ -29,30 +29,27 @@ from maxghost.generation.sampling import Sampling
 from maxghost.objectives.grpo import ADVANTAGES, SAMPLED, SCALES
 from maxghost.parallel.shardings import Layout
 from maxghost.training.batches import Fetched, Prefetcher
+from maxghost.training.devices import rows_per_step
 from maxghost.training.metrics import MetricsLog
 
-FILE = "rollouts.jsonl"
 _OF_BATCH = ("document_BS", "offset_BS", "epoch_B")  # fields of a Batch beside its arrays, in order
 
 
 class Rollouts:
-  """Samples answers for the loop. dataset: of conversations, one to a row; `path` is the run directory.
-
-  Raises ConfigError for a reward function that does not exist.
-  """
+  """Samples answers for the loop. dataset: of conversations, one to a row; `path` is the run directory."""
 
   def __init__(self, cfg: Config, dataset, layout: Layout, path: Path):
     self._cfg, self._keys, self._dataset, self._layout = cfg, cfg.rollout, dataset, layout
     self._functions = {name: rewards.load(name) for name in self._keys.reward_functions}
     rendering, eos = dataset.parts[0].rendering, dataset.tokenizer.eos_id
     self._stop_ids = ({eos} - {None}) | (rendering.end_ids() if rendering.template else set())
-    rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps * layout.num_devices
+    rows = rows_per_step(cfg, layout.num_devices)
     self._generator = Generator(
       nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1, stop_ids=sorted(self._stop_ids),
       sampling=Sampling(self._keys.decode_sampling_temperature),
       sharding=layout.rows(rows) if layout.num_devices > 1 else None,
     )  # fmt: skip
-    self._log = MetricsLog(path / FILE)
+    self._log = MetricsLog(path / rewards.FILE)
     self._held: Fetched | None = None
 
   def num_samplings(self, completed: int) -> int:

@@ -133,7 +133,7 @@ class Session:
     batches = Batches(dataset, create(cfg).prepare, of_sets)
     put: Callable = functools.partial(plan.layout.put, num_rows=plan.rows)
     num_batches, rollouts = cfg.run.steps - position.completed_steps, None
-    if cfg.optimizer.objective == "grpo":
+    if cfg.samples:
       rollouts = Rollouts(cfg, dataset, plan.layout, self._path)
       opened.callback(rollouts.close)
       rollouts.restore(position.rollouts)
