@@ -293,6 +293,30 @@ def test_processes_that_meet_leave_the_port_free():
   rendezvous.listen(address).close()
 
 
+@pytest.mark.parametrize(
+  ("nodes", "first"),
+  [
+    ("node001", "node001"), ("a,b", "a"), ("node[001-0015],a", "node001"), ("n[7,9-11]-ib", "n7-ib"), ("n[5]", "n5"),
+  ],
+)  # fmt: skip
+def test_the_address_under_slurm(nodes, first, monkeypatch):
+  named = {"STEP_NODELIST": nodes, "JOB_ID": "70001", "PROCID": "3", "NTASKS": "11"}
+  for name, value in named.items():
+    monkeypatch.setenv(f"SLURM_{name}", value)
+  assert rendezvous.of_launcher() == (f"{first}:{61440 + 70001 % 4096}", 3, 11)
+  monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
+  assert rendezvous.of_launcher() == (f"{first}:1234", 3, 11)
+
+
+def test_the_address_under_open_mpi(monkeypatch):
+  monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+  assert rendezvous.of_launcher() is None
+  monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911")
+  monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+  monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "5")
+  assert rendezvous.of_launcher() == (f"10.96.0.1:{61440 + 1531576320 % 4096}", 2, 5)
+
+
 def test_a_process_without_a_first_one_says_so():
   address = free_address()
   with pytest.raises(ConfigError, match=rf"process 1 did not meet process 0 at {address} within 0.5 s \(Connection"):

@@ -45,9 +45,8 @@ def start(cfg: ParallelConfig) -> None:
   if cfg.jax_distributed == "off" or jax.distributed.is_initialized():
     return
   names = ("coordinator_address", "process_id", "num_processes")
-  given: dict[str, Any] = dict(zip(names, cfg.processes or (), strict=False))
-  hinted = bool(given) or any(name in os.environ for name in HINTS) or Path("/dev/accel0").exists()
-  alone = not given and any(os.environ.get(name) == value for name, value in ALONE.items())
+  hinted = bool(cfg.processes) or any(name in os.environ for name in HINTS) or Path("/dev/accel0").exists()
+  alone = not cfg.processes and any(os.environ.get(name) == value for name, value in ALONE.items())
   if not hinted or alone:
     if cfg.jax_distributed == "on":
       raise ConfigError(
@@ -56,7 +55,11 @@ def start(cfg: ParallelConfig) -> None:
       )
     return
   timeout, heartbeat = cfg.jax_distributed_timeouts
+  given: dict[str, Any] = dict(zip(names, cfg.processes or rendezvous.of_launcher() or (), strict=False))
   if given:
+    if not cfg.processes:  # a host may know its own name as that of its loopback interface
+      port = given["coordinator_address"].rpartition(":")[2]
+      os.environ.setdefault("JAX_COORDINATOR_BIND_ADDRESS", f"0.0.0.0:{port}")
     rendezvous.meet(given["coordinator_address"], given["num_processes"], given["process_id"], timeout)
     given["coordinator_bind_address"] = rendezvous.bind_address(given["coordinator_address"])
   # JAX's handler of SIGTERM would replace ours, which asks all processes to stop (`StopFlag`).

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import time
 
@@ -27,6 +28,20 @@ def meet(address: str, num_processes: int, process_id: int, timeout: float) -> N
   arguments = (address, num_processes, timeout)
   if problem := _follow(process_id, *arguments) if process_id else _lead(*arguments):
     raise ConfigError(problem)
+
+
+def of_launcher() -> tuple[str, int, int] | None:
+  """(address of process 0, number of this process, how many there are) under srun or mpirun, as JAX finds them."""
+  env = os.environ
+  if "SLURM_STEP_NODELIST" in env:
+    host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).partition(",")[0]  # node[01-04,7] is node01
+    job, number, count = (env[f"SLURM_{name}"] for name in ("JOB_ID", "PROCID", "NTASKS"))
+  elif found := re.match(r"(\d+)\..*tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", "")):
+    job, host = found.groups()
+    number, count = (env[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "SIZE"))
+  else:
+    return None
+  return f"{host}:{env.get('JAX_COORDINATOR_PORT') or int(job) % 2**12 + 61440}", int(number), int(count)
 
 
 def bind_address(address: str) -> str:
