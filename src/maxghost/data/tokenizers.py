@@ -7,10 +7,8 @@ V: size of the vocabulary.
 import base64
 import functools
 import hashlib
-import itertools
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.sources.base import import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
-_MOST_WORDS = 1 << 20  # in the table of an AsciiWords
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
 SPECIAL_WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIALS = {
@@ -147,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
     self._inner.encode_special_tokens = True
     self._inner.no_truncation()
     self._inner.no_padding()
-    self.name, self.path, self.fingerprint, self._ascii = str(file), file, _digest(raw), None
+    self.name, self.path, self.fingerprint = str(file), file, _digest(raw)
     vocab = self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     self._set_specials(vocab, file.parent / "tokenizer_config.json")
@@ -161,16 +158,8 @@ class HuggingFaceTokenizer(Tokenizer):
         elif all(letter in decoder for letter in token):
           pieces[number] = bytes(decoder[letter] for letter in token)
       self._set_pieces(pieces)
-      if _splits_as_gpt2(json.loads(raw)):
-        self._ascii = AsciiWords(self._inner.model)
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    if self._ascii is None:
-      return self._encode(texts)
-    other = iter(self._encode([text for text in texts if not text.isascii()]))
-    return [self._ascii.encode(text) if text.isascii() else next(other) for text in texts]
-
-  def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
     return [np.array(e.ids, np.int32) for e in self._inner.encode_batch_fast(decoded, add_special_tokens=False)]
 
@@ -199,46 +188,6 @@ class HuggingFaceTokenizer(Tokenizer):
     if self.byte_table is not None:
       return super().decode(ids)
     return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True).encode("utf-8")
-
-
-class AsciiWords:
-  """Byte-level BPE of ASCII text by a table of words: the same ids as the library's, several times faster.
-
-  The library encodes a word (a piece of GPT-2's splitting rule) once; afterwards the table, which threads may share,
-  gives its ids. For ASCII, a bytes pattern expresses that rule.
-  """
-
-  _SPLIT = re.compile(rb"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
-
-  def __init__(self, model):
-    self._model = model
-    self._letters = {byte: letter for letter, byte in _byte_level_alphabet().items()}
-    self._table: dict[bytes, tuple[int, ...]] = {}
-
-  def encode(self, text: bytes) -> np.ndarray:
-    """Ids of an ASCII text, int32[n]."""
-    if len(self._table) > _MOST_WORDS:
-      self._table = {}
-    table, words = self._table, self._SPLIT.findall(text)
-    for word in set(words):
-      if word not in table:
-        tokens = self._model.tokenize("".join(map(self._letters.__getitem__, word)))
-        table[word] = tuple(token.id for token in tokens)
-    return np.fromiter(itertools.chain.from_iterable(map(table.__getitem__, words)), np.int32)
-
-
-def _splits_as_gpt2(parts: dict) -> bool:
-  """Whether a tokenizer.json holds a byte-level BPE with GPT-2's splitting rule and no other step."""
-  split, model = parts.get("pre_tokenizer") or {}, parts["model"]
-  return (
-    parts.get("normalizer") is None
-    and split.get("type") == "ByteLevel"
-    and split.get("use_regex", True)
-    and not split["add_prefix_space"]
-    and model.get("type") == "BPE"
-    and not model.get("dropout")
-    and all(token["special"] for token in parts["added_tokens"])
-  )
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -23,9 +23,8 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
   """
   log = load(run_dir, accept_lost_rows=accept_lost_rows)
   running = _is_running(run_dir)
-  files = [shard for shard in log.shards if isinstance(shard, Shard)]
-  open_from = min((s.first_step for s in files if running and not s.meta.get("closed")), default=None)
-  groups = _groups([s for s in files if open_from is None or s.last_step < open_from], rows_per_file)
+  open_from = min((s.first_step for s in log.shards if running and not s.meta.get("closed")), default=None)
+  groups = _groups([s for s in log.shards if open_from is None or s.last_step < open_from], rows_per_file)
   lines = [f"left as it is: {message}" for message in log.messages]
   for group in groups:
     path, sizes = group[-1].path, sum(shard.path.stat().st_size for shard in group)
@@ -36,7 +35,7 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
     steps, rows = f"steps {group[0].first_step} to {group[-1].last_step}", sum(shard.num_rows for shard in group)
     bytes_now = f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
     lines.append(f"{path}: {steps}, {rows:,} rows, {bytes_now}")
-  if left := [] if running else _left_behind(files):
+  if left := [] if running else _left_behind(log.shards):
     lines.append(f"removed {len(left)} files whose rows are in others, or that were half written")
   for path in left:
     path.unlink()
@@ -85,10 +84,9 @@ def _groups(shards: list[Shard], rows_per_file: int) -> list[list[Shard]]:
 
 
 def _follows(shard: Shard, last: Shard) -> bool:
-  whole = last.before is None or shard.before is None or shard.before[1] - last.before[1] == last.num_rows
   layouts = [part and part.layout for part in (last.modules, shard.modules)]
   same = shard.process_index == last.process_index and shard.fields == last.fields
-  return same and whole and layouts[0] == layouts[1]
+  return same and shard.before[1] - last.before[1] == last.num_rows and layouts[0] == layouts[1]
 
 
 def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:

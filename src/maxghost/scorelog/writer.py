@@ -1,4 +1,4 @@
-"""Writes the score log: every scored row of every step exactly once, in a background thread.
+"""Writes the score log: every scored row of every step exactly once.
 
 `<run>/ghost/dot_prod_log_iter_<step>.npz` holds one interval of `period` steps, of which <step> is the last. `flush`
 also writes the unfinished interval, which the whole one replaces later; of both, a reader keeps the longer. Each file
@@ -7,11 +7,8 @@ holds the number of steps and rows before it, `position.json` the totals, so tha
 K validation sets, N rows, M modules, L layers, D domains.
 """
 
-import copy
 import json
-import queue
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,14 +20,13 @@ from maxghost.config.files import sealed, sync, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
-QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 REQUIRED = ("tokens", "loss", "dot", "contribution")
 
 
 class Interval:
-  """Steps without a final file. before: steps and rows before them, None unknown. replaced: an early flush's file."""
+  """Steps without a final file. before: steps and rows before them. replaced: an early flush's file."""
 
-  def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple | None, fields: Sequence[str], parts):
+  def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple[int, int], fields: Sequence[str], parts):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
     self._dtype = fmt.row_dtype(num_sets, fields=fields, parts=parts)
     self._columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(parts))
@@ -105,13 +101,6 @@ class Interval:
       raise ValueError("the names of modules and domains must not change inside a run")
     return found
 
-  def copy(self) -> Self:
-    """A frozen view for the writing thread: lists are copied, arrays are shared (they never change)."""
-    other = copy.copy(self)
-    vars(other).update({n: v.copy() for n, v in vars(self).items() if isinstance(v, (list, dict))})
-    other.tables = {name: table.copy() for name, table in self.tables.items()}
-    return other
-
   def contents(self) -> tuple[dict[str, list[str]], np.ndarray, fmt.Modules | None, np.ndarray]:
     """The arguments of `shard.write_shard` after path and header."""
     steps, rows = np.concatenate(self.steps), np.concatenate(self.rows)
@@ -141,7 +130,7 @@ class Interval:
 class Writer:
   """Writes one process's part of the score log: for the trainer, the manager and custom training loops.
 
-  The next call raises the errors of the background thread (disk full, ...).
+  A file is written within the call that completes its interval; what the disk refuses is raised as OSError.
 
   Args:
     run_dir: the run's folder; files go to its `ghost/` (`folder`, which may be changed before the first step).
@@ -180,9 +169,6 @@ class Writer:
       "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
     }  # fmt: skip
     self._last_step, self._num_steps, self._num_rows, self._restored = -1, 0, 0, False
-    self._error: BaseException | None = None
-    self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
-    self._thread: threading.Thread | None = None
     self._pending = self._new_interval()
 
   def append(
@@ -202,7 +188,6 @@ class Writer:
     Raises:
       ValueError: for a step out of order, an unknown column or a wrong shape.
     """
-    self._raise_error()
     step = int(step_record["step"])
     if not self._restored and (files := self._own_files()):
       raise ValueError(f"{files[0][0]} is already there: call restore(position), or restore(None) to begin anew")
@@ -210,19 +195,19 @@ class Writer:
     if step <= self._last_step:
       raise ValueError(f"step={step}: the score log already holds step {self._last_step}; steps only grow")
     if self._pending.steps and step // self._period != self._pending.first_step // self._period:
-      self._submit(last=True)
+      self._finish()
     self._num_rows += self._pending.add(step_record, rows, documents, modules)
     self._last_step = step
     self._num_steps += 1
     if (step + 1) % self._period == 0:
-      self._submit(last=True)
+      self._finish()
 
   def flush(self) -> None:
-    """Waits until every appended step is on disk."""
+    """Writes every appended step to disk."""
     if self._pending.steps and self._pending.replaced != self._path(self._pending.last_step):
-      self._submit(last=False)
-    self._queue.join()
-    self._raise_error()
+      self._write(self._pending)
+
+  close = flush
 
   def position(self) -> dict[str, int]:
     """Flushes and returns what `restore` needs: the last step, the number of steps and of rows."""
@@ -231,8 +216,6 @@ class Writer:
 
   def restore(self, position: Mapping[str, int] | None) -> None:
     """Returns the log to `position`, removing later steps; None empties it. Missing scores are reported on stderr."""
-    self._queue.join()
-    self._raise_error()
     last_step = -1 if position is None else int(position["step"])
     former = {process for *_, process in self._files() if process >= self._num_processes}
     for process in sorted(former) if self._process_index == 0 else ():
@@ -260,26 +243,14 @@ class Writer:
       sync(self.folder)
     self._count(kept, position)
 
-  def close(self) -> None:
-    """Flushes and ends the background thread."""
-    try:
-      self.flush()
-    finally:
-      if self._thread is not None:
-        self._queue.put(None)
-        self._thread.join()
-        self._thread = None
-
   def _count(self, kept: list[Path], position: Mapping[str, int] | None) -> None:
     """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
     found = end = (0, 0)
     for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
-      before, (steps, rows) = shard.before or end, (len(shard.steps), shard.num_rows)
-      found, end = (found[0] + steps, found[1] + rows), (before[0] + steps, before[1] + rows)
+      found, end = (found[0] + len(shard.steps), found[1] + shard.num_rows), shard.after
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
         self._pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
-        self._pending.before = before
     self._num_steps, self._num_rows = end
     for i, key in enumerate(("num_steps", "num_rows")):
       if position is not None and found[i] != position.get(key, found[i]):
@@ -324,46 +295,27 @@ class Writer:
   def _new_interval(self) -> Interval:
     return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows), self.fields, self.parts)
 
-  def _submit(self, last: bool) -> None:
-    """Gives the pending interval to the thread; `last`: begins a new interval."""
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._work, name="score-writer", daemon=True)
-      self._thread.start()
-    self._queue.put((self._pending if last else self._pending.copy(), last))
-    if last:
-      self._pending = self._new_interval()
-    else:
-      self._pending.replaced = self._path(self._pending.last_step)
-
-  def _work(self) -> None:
-    while (job := self._queue.get()) is not None:
-      try:
-        if self._error is None:
-          self._write(*job)
-      except BaseException as error:
-        self._error = error
-      finally:
-        self._queue.task_done()
-    self._queue.task_done()
+  def _finish(self) -> None:
+    """Writes the pending interval for the last time, and begins a new one."""
+    self._write(self._pending, closed=True)
+    self._pending = self._new_interval()
 
   def _write(self, interval: Interval, closed: bool = False) -> None:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
-    self.folder.mkdir(parents=True, exist_ok=True)
-    steps = {"first_step": interval.first_step, "last_step": interval.last_step}
-    meta = self._about | steps | {"before": interval.before, "closed": closed}
     path = self._path(interval.last_step)
-    write_shard(path, meta, *interval.contents())
-    if interval.before is not None:
-      steps, rows = (sum(map(len, parts)) for parts in (interval.steps, interval.rows))
+    meta = self._about | {"first_step": interval.first_step, "last_step": interval.last_step}
+    steps, rows = (sum(map(len, parts)) for parts in (interval.steps, interval.rows))
+    try:
+      self.folder.mkdir(parents=True, exist_ok=True)
+      write_shard(path, meta | {"before": interval.before, "closed": closed}, *interval.contents())
       self._note(interval.last_step, interval.before[0] + steps, interval.before[1] + rows)
+    except OSError as error:
+      raise OSError(f"the score log could not be written to {self.folder}: {error}") from error
     if interval.replaced not in (None, path):
       interval.replaced.unlink(missing_ok=True)
+    interval.replaced = path
 
   def _note(self, step: int, num_steps: int, num_rows: int) -> None:
     position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}
     with write_whole(self.folder / fmt.position_name(self._process_index), durable=False) as file:
       file.write(json.dumps(sealed(position)).encode())
-
-  def _raise_error(self) -> None:
-    if self._error is not None:
-      raise OSError(f"the score log could not be written to {self.folder}: {self._error}") from self._error
