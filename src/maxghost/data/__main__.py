@@ -58,9 +58,8 @@ def _prepare(parsed: argparse.Namespace) -> int:
     if getattr(parsed, option) < 1:
       raise config.ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
   if cfg.records != "text":
-    raise config.ConfigError(
-      f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself; nothing to prepare"
-    )
+    said = f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself"
+    raise config.ConfigError(f"{said}; nothing to prepare")
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
   for note in source.notes:
     print(printable(note))

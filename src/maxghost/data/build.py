@@ -26,15 +26,9 @@ _MOST_FILES_IN_A_STATE = 1000
 
 
 def load_dataset(
-  cfg: DataConfig,
-  seed: int = 0,
-  num_shards: int = 1,
-  shard: int = 0,
-  *,
-  batch_size: int | None = None,
-  vocab_size: int | None = None,
-  records: str = "text",
-) -> Dataset:
+  cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
+  vocab_size: int | None = None, records: str = "text",
+) -> Dataset:  # fmt: skip
   """The dataset of a configuration.
 
   Args:
@@ -60,10 +54,8 @@ def open_all(
   cfg = kept(cfg, records)
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-    raise ConfigError(
-      f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer_type={cfg.tokenizer_type}; "
-      f"use vocab_size={tokenizer.vocab_size} or more"
-    )
+    said = f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of"
+    raise ConfigError(f"{said} tokenizer_type={cfg.tokenizer_type}; use vocab_size={tokenizer.vocab_size} or more")
   folder = next((item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)), None)
   if folder is None:
     return sources.open_source(cfg, seed), tokenizer
@@ -75,16 +67,9 @@ def open_all(
 
 
 def make_dataset(
-  source: Source,
-  cfg: DataConfig,
-  seed: int = 0,
-  num_shards: int = 1,
-  shard: int = 0,
-  *,
-  batch_size: int | None = None,
-  tokenizer: Tokenizer | None = None,
-  records: str = "text",
-) -> Dataset:
+  source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
+  tokenizer: Tokenizer | None = None, records: str = "text",
+) -> Dataset:  # fmt: skip
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
@@ -139,25 +124,21 @@ def _parts(
     files = expand("ghost_val_sets", given)
     read = text.load(files, dataclasses.replace(kept(plain, kind), document_fields=()))
     if both := [domain for domain in read.domains if domain in source.domains]:
-      raise ConfigError(
-        f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
-      )
+      said = f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data"
+      raise ConfigError(f"{said}; name it otherwise")
     splits.append((read, Split(read, read.domains, 1.0, seed), kind))
   domains = [domain for one, *_ in splits for domain in one.domains]
   if not cfg.ghost_val_sets and not set(held_out) & set(domains):
-    raise ConfigError(
-      f"ghost_val_sets is not given; name the domain that documents are held out of: {', '.join(domains)}"
-    )
+    said = "ghost_val_sets is not given"
+    raise ConfigError(f"{said}; name the domain that documents are held out of: {', '.join(domains)}")
   check_known("ghost_val_sets", held_out, domains, "the data")
   hashes, sizes = [], set()
   for one, split, _ in splits:
     for domain in (domain for domain in one.domains if domain in held_out):
       pool = split.pool(domain, POOL_DOCUMENTS)
       if not len(pool) and cfg.ghost_val_fraction > 0:
-        raise ConfigError(
-          f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of validation domain '{domain}' is none: "
-          "the validation set is empty; use a larger share or a domain with more documents"
-        )
+        said = f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of validation domain '{domain}' is none"
+        raise ConfigError(f"{said}: the validation set is empty; use a larger share or a domain with more documents")
       if isinstance(one, PreparedSource):
         hashes.append(one.content_hashes(pool))
         sizes.update(one.sizes(pool).tolist())
@@ -217,10 +198,8 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
     if weights[domain] <= 0:
       continue
     if len(part) < cfg.dataset_shards:
-      raise ConfigError(
-        f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of domain "
-        f"'{domain}'; use fewer"
-      )
+      said = f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of"
+      raise ConfigError(f"{said} domain '{domain}'; use fewer")
     share = max(1 << 18, int(size * weights[domain]))
     streams.append(windows(Order([part], seed), name=domain, window_bytes=share))
   return streams, [weights[stream.name] for stream in streams]
@@ -234,19 +213,16 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
     try:
       weights[name.strip()] = float(number.removesuffix("x"))
     except ValueError:
-      raise ConfigError(
-        f"dataset_mixture has '{item}', which is not of the form domain=share (0.25) or domain=times (2x)"
-      ) from None
+      said = f"dataset_mixture has '{item}'"
+      raise ConfigError(f"{said}, which is not of the form domain=share (0.25) or domain=times (2x)") from None
     check_known("dataset_mixture", [name.strip()], domains, "the data")
     if not 0 <= weights[name.strip()] < float("inf"):
       raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
   if cfg.mixture == "proportional":
     return weights
   if missing := [domain for domain in domains if domain not in weights]:
-    raise ConfigError(
-      f"dataset_mixture needs a number for each domain, but has none for {', '.join(missing)}; add "
-      f"{missing[0]}=..., or leave the domain out with dataset_domains"
-    )
+    said = f"dataset_mixture needs a number for each domain, but has none for {', '.join(missing)}"
+    raise ConfigError(f"{said}; add {missing[0]}=..., or leave the domain out with dataset_domains")
   total = sum(weights.values())
   if cfg.mixture == "weights" and abs(total - 1) > 1e-6:
     fixed = ",".join(f"{name}={value / total:.6g}" for name, value in weights.items()) if total else "a=0.5,b=0.5"
@@ -262,16 +238,13 @@ def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: in
     raise ConfigError(f"a global batch of {batch_size} rows does not divide over {num_shards} shards; use a multiple")
   if batch_size % lanes:
     divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
-    raise ConfigError(
-      f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows; use one of {divisors}"
-    )
+    said = f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows"
+    raise ConfigError(f"{said}; use one of {divisors}")
   if len(source) < lanes:
     raise ConfigError(f"dataset_shards={lanes} is more than the {len(source)} documents of the data; use fewer")
   if source.num_bytes < cfg.max_target_length:
-    raise ConfigError(
-      f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes; "
-      "use a shorter row or more data"
-    )
+    said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
+    raise ConfigError(f"{said}; use a shorter row or more data")
 
 
 def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -> dict:

@@ -149,9 +149,8 @@ class Dataset:
     order = lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)  # noqa: E731
     rows = packing.pack(encoded, self.layout, order)
     if not len(rows):
-      raise ConfigError(
-        f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
-      )
+      said = f"validation domain '{domain}' has no held-out documents"
+      raise ConfigError(f"{said}; those of '{self.val_domain}' are held out")
     return rows.numbered_from(self._ends[number] - len(part.source))
 
 

@@ -52,14 +52,9 @@ class Job:
 
 
 def prepare(
-  source: Source,
-  cfg: DataConfig,
-  folder: str,
-  *,
-  num_workers: int = 1,
-  part_bytes: int = PART_BYTES,
+  source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 1, part_bytes: int = PART_BYTES,
   progress: Callable[[dict], None] = lambda manifest: None,
-) -> dict:
+) -> dict:  # fmt: skip
   """Tokenizes a source into a folder, whose complete parts are kept; returns the JSON part of the index.
 
   cfg: states the tokenizer and what to do with corrupt documents. part_bytes: approximate text of a part. progress:

@@ -52,13 +52,9 @@ class PreparedSource(Source):
   """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless."""
 
   def __init__(
-    self,
-    folder: str,
-    tokenizer: Tokenizer,
-    domains: tuple[str, ...] = (),
-    fields: tuple[str, ...] = (),
+    self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = (), fields: tuple[str, ...] = (),
     is_checked: bool = False,
-  ):
+  ):  # fmt: skip
     """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
     is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit."""
     self._folder = Path(folder)

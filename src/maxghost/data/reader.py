@@ -59,10 +59,8 @@ class Cursor:
       self._rows, self.place = None, (*self._stream.after(self._lane, epoch, window), 0)
       # A lane of few documents may get no training document in some epochs, but not in all of them.
       if empty > 2 * self._stream.num_windows(self._lane) + _EMPTY_WINDOWS:
-        raise ConfigError(
-          f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for "
-          "validation, empty or left out; use a smaller ghost_val_fraction or more data"
-        )
+        said = f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for"
+        raise ConfigError(f"{said} validation, empty or left out; use a smaller ghost_val_fraction or more data")
 
   def _make(self, epoch: int, window: int) -> tuple[packing.Rows, dict[str, int]]:
     if isinstance(self._workers, int):
@@ -81,15 +79,9 @@ class TrainIterator(Iterator[Batch]):
   """
 
   def __init__(
-    self,
-    streams: list[Windows],
-    weights: Sequence[float] | None,
-    identity: dict,
-    *,
-    rows_per_lane: int,
-    rows: tuple[int, int],
-    num_workers: int,
-  ):
+    self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
+    rows: tuple[int, int], num_workers: int,
+  ):  # fmt: skip
     """weights: shares of the streams; None for a single one. identity: what a saved position depends on, `fingerprint`
     and `files`. rows: first row of the global batch that this process reads, and the one after its last. num_workers:
     processes that make windows ahead; 0: a thread."""

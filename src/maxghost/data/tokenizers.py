@@ -276,10 +276,8 @@ def _tiktoken_name(tiktoken, name: str):
   try:
     return tiktoken.get_encoding(name)
   except Exception as error:  # whatever the library's download raises
-    raise ConfigError(
-      f"tokenizer_path={name} could not be loaded ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that "
-      "holds its file, or give a .tiktoken file"
-    ) from error
+    said = f"tokenizer_path={name} could not be loaded ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder"
+    raise ConfigError(f"{said} that holds its file, or give a .tiktoken file") from error
 
 
 def _tiktoken_file(tiktoken, path: str):

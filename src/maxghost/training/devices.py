@@ -53,10 +53,8 @@ def check_layout(cfg: Config, layout: Layout) -> None:
   length, context = cfg.data.max_target_length, layout.rules.sizes["context"]
   if length % context:
     near = max(length - length % context, context)
-    raise ConfigError(
-      f"max_target_length={length} does not divide over context {context}; use max_target_length={near} or "
-      f"{near + context}, or another ici_context_parallelism"
-    )
+    said = f"max_target_length={length} does not divide over context {context}"
+    raise ConfigError(f"{said}; use max_target_length={near} or {near + context}, or another ici_context_parallelism")
   if layout.num_devices == 1:
     return
   rows, parts = rows_per_step(cfg, layout.num_devices), layout.row_parts
@@ -68,23 +66,17 @@ def check_layout(cfg: Config, layout: Layout) -> None:
   chosen = num_chosen(cfg, rows)
   if chosen % parts:
     near = max(parts, chosen - chosen % parts)
-    raise ConfigError(
-      f"ghost_select_fraction={cfg.ghost.ghost_select_fraction:g} of {rows} rows is {chosen}, which does not divide "
-      f"over {parts} devices; use ghost_select_fraction={near / rows:g}"
-    )
+    said = f"ghost_select_fraction={cfg.ghost.ghost_select_fraction:g} of {rows} rows is {chosen}"
+    raise ConfigError(f"{said}, which does not divide over {parts} devices; use ghost_select_fraction={near / rows:g}")
   if distributed.count() > 1 and cfg.run.sample_every:
-    raise ConfigError(
-      f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are "
-      f"{distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint"
-    )
+    said = f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are"
+    raise ConfigError(f"{said} {distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint")
   if distributed.count() > 1 and cfg.optimizer.objective == "grpo":
     raise ConfigError(f"objective=grpo samples in a single process, and there are {distributed.count()}; start one")
   if distributed.count() > 1 and (cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token"):
     key = "ghost_detail=token" if cfg.ghost.ghost_detail == "token" else f"ghost_select={cfg.ghost.ghost_select}"
-    raise ConfigError(
-      f"{key} writes files that one process alone can write; {distributed.count()} processes need "
-      "ghost_select=none and a ghost_detail other than token"
-    )
+    said = f"{key} writes files that one process alone can write; {distributed.count()} processes need"
+    raise ConfigError(f"{said} ghost_select=none and a ghost_detail other than token")
 
 
 def rows_per_step(cfg: Config, num_devices: int) -> int:

@@ -46,10 +46,8 @@ class HostMemory:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if self and HOST not in kinds:
-      raise ConfigError(
-        f"offload_to_host needs pinned host memory, but {device.device_kind} has only "
-        f"{', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty"
-      )
+      said = f"offload_to_host needs pinned host memory, but {device.device_kind} has only"
+      raise ConfigError(f"{said} {', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty")
 
   def put(self, state: nnx.State) -> nnx.State:
     return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))

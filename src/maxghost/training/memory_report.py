@@ -120,10 +120,8 @@ def check(estimated: MemoryEstimate, limit: int | None) -> None:
   way = "more devices, or a smaller model"
   if steps := remedies(estimated, limit):
     way = " ".join(keys for keys, _, _ in steps) + f", which is estimated to need {shown(steps[-1][2].total)}"
-  raise ConfigError(
-    f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}; "
-    "--force starts it all the same"
-  )
+  said = f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}"
+  raise ConfigError(f"{said}; --force starts it all the same")
 
 
 def start_lines(estimated: MemoryEstimate, limit: int | None) -> list[str]:

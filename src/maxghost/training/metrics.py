@@ -130,10 +130,8 @@ class MetricsLog:
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
     """Cuts the file to a position; reports records that were changed. Raises ConfigError if it is shorter."""
     if (size := os.path.getsize(self._path)) < num_bytes:
-      raise ConfigError(
-        f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing; "
-        "put the file back, or start a new run_name"
-      )
+      said = f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing"
+      raise ConfigError(f"{said}; put the file back, or start a new run_name")
     self._file.truncate(num_bytes)
     found = zlib.crc32(self._path.read_bytes())
     self.checksum = found if checksum is None else checksum

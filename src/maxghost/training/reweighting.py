@@ -38,10 +38,8 @@ class Reweighter:
     self._reader, self._names = reader, tuple(reader.mixture_domains)
     self._every, self._size, self._floor = ghost.reweighting
     if self._floor * len(self._names) > 1:
-      raise ConfigError(
-        f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows; "
-        f"use {1 / len(self._names):.3g} or less"
-      )
+      said = f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows"
+      raise ConfigError(f"{said}; use {1 / len(self._names):.3g} or less")
     self._document = functools.cache(document_id)
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
     self._sums_2D = np.zeros((2, len(self._names)))  # nats and tokens of the interval

@@ -64,10 +64,8 @@ def inspect(cfg: Config) -> Existing:
     return Existing(path, True, {}, 0)
   config_path = path / CONFIG_FILE
   if not config_path.exists():
-    raise ConfigError(
-      f"run_name={cfg.run.run_name}: {path} exists, is not empty and has no {CONFIG_FILE}, so it is not a run "
-      "directory; choose another run_name or base_output_directory"
-    )
+    said = f"run_name={cfg.run.run_name}: {path} exists, is not empty and has no {CONFIG_FILE}"
+    raise ConfigError(f"{said}, so it is not a run directory; choose another run_name or base_output_directory")
   try:
     previous = config.load(config_path)
   except ConfigError as error:
@@ -76,10 +74,8 @@ def inspect(cfg: Config) -> Existing:
   _check_changes(path, changed)
   if cfg.parallel.apart != previous.parallel.apart:
     before, now = previous.parallel.apart, cfg.parallel.apart
-    raise ConfigError(
-      f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own; use "
-      f"dcn_data_parallelism={before} or another run_name"
-    )
+    said = f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own"
+    raise ConfigError(f"{said}; use dcn_data_parallelism={before} or another run_name")
   return Existing(path, False, changed, _completed_steps(path, previous))
 
 
@@ -107,9 +103,8 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
     lock.seek(0)
     holder = lock.read().strip() or "unknown"
     lock.close()
-    raise ConfigError(
-      f"run_name={cfg.run.run_name}: process {holder} is training in {path}; stop it first or choose another run_name"
-    ) from error
+    said = f"run_name={cfg.run.run_name}: process {holder} is training in {path}"
+    raise ConfigError(f"{said}; stop it first or choose another run_name") from error
   except OSError as error:  # some network file systems have no locks
     print(f"maxghost: {path} cannot be locked ({error.strerror}); do not start a second run in it", file=sys.stderr)
   try:
@@ -133,9 +128,8 @@ def _unwritable(path: Path, cfg: Config, reason: str) -> str:
 
 def _check_writable(path: Path, cfg: Config) -> None:
   if cfg.run.run_name in ("", ".", "..") or "/" in cfg.run.run_name:
-    raise ConfigError(
-      f"run_name={cfg.run.run_name!r}: must be the name of a folder in base_output_directory, for example run_name=base"
-    )
+    said = f"run_name={cfg.run.run_name!r}"
+    raise ConfigError(f"{said}: must be the name of a folder in base_output_directory, for example run_name=base")
   place = path.absolute()
   while not os.path.lexists(place):
     place = place.parent

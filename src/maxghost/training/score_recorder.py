@@ -148,14 +148,9 @@ class ScoreRecorder:
   """
 
   def __init__(
-    self,
-    writer,
-    document: Callable[[int], Sequence[Any]],
-    domains: Sequence[str],
-    token_folder: Path,
-    reach_S: np.ndarray | None = None,
-    slice_B: np.ndarray | None = None,
-  ):
+    self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path,
+    reach_S: np.ndarray | None = None, slice_B: np.ndarray | None = None,
+  ):  # fmt: skip
     self._writer = writer
     self._reach_S, self._slice_B = reach_S, slice_B
     self._token_folder = token_folder

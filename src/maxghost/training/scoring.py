@@ -55,34 +55,20 @@ class Scorer:
 
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
     """This step. split: the model. step_loss: the training loss, with dropout."""
-    ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
+    ghost, optimizer, model = self.cfg.ghost, self.cfg.optimizer, self.cfg.model
     state = rule_state(self.cfg, self.rule, train_state)
     stored, secant = self._earlier(train_state, optimizers.by_label(split.params))
     return Problem(
-      schedule=ghost.ghost_schedule,
-      model=split,
-      loss=step_loss,
-      val_loss=of_validation(self.cfg),
-      batch=batch,
-      val_batches=val_batches,
-      twin=self.twin,
-      parameters=self.twin.parameters,
-      scored=tuple(p.label for p in self.twin.scored),
-      rule=optimizers.direction_rule(optimizer, ghost.direction),
-      state=state,
-      second_order=ghost.curvature == "hessian",
-      update=lambda grads: self._update(train_state, grads, state),
-      validation=stored,
-      secant=secant,
-      account=self.rule,
+      schedule=ghost.ghost_schedule, model=split, loss=step_loss, val_loss=of_validation(self.cfg), batch=batch,
+      val_batches=val_batches, twin=self.twin, parameters=self.twin.parameters,
+      scored=tuple(p.label for p in self.twin.scored), rule=optimizers.direction_rule(optimizer, ghost.direction),
+      state=state, second_order=ghost.curvature == "hessian",
+      update=lambda grads: self._update(train_state, grads, state), validation=stored, secant=secant, account=self.rule,
       settings=Settings(
-        num_micro=optimizer.gradient_accumulation_steps,
-        segment_lengths=self.cfg.model.stacked_segments,
-        remat_policy=self.cfg.model.remat_policy,
-        carries_on_host="carries" in self.cfg.model.offload_to_host,
-        in_turn=True,
+        num_micro=optimizer.gradient_accumulation_steps, segment_lengths=model.stacked_segments,
+        remat_policy=model.remat_policy, carries_on_host="carries" in model.offload_to_host, in_turn=True,
       ),
-    )
+    )  # fmt: skip
 
   def _earlier(self, train_state: TrainStateNNX, params: dict) -> tuple[Stored | None, Secant | None]:
     """The validation gradients of earlier steps: those to score against, and those that tell the curvature."""

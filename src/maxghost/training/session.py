@@ -41,18 +41,10 @@ class Session:
   """
 
   def __init__(
-    self,
-    plan: Plan,
-    existing: run_directory.Existing,
-    dataset,
-    signals: StopSignals,
-    *,
-    open_checkpoints: Callable,
-    open_trackers: Callable,
-    open_parameters: Callable | None = None,
-    force: bool = False,
+    self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *, open_checkpoints: Callable,
+    open_trackers: Callable, open_parameters: Callable | None = None, force: bool = False,
     open_teacher: Callable | None = None,
-  ):
+  ):  # fmt: skip
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
     self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
@@ -157,11 +149,9 @@ class Session:
     restored, frozen = None, {}
     if cfg.checkpoint.checkpoint_period:
       self._checkpoints = self._open_checkpoints(
-        self._path / run_directory.CHECKPOINTS,
-        max_to_keep=cfg.checkpoint.max_num_checkpoints_to_keep,
-        asynchronous=cfg.checkpoint.async_checkpointing,
-        say=say,
-      )
+        self._path / run_directory.CHECKPOINTS, max_to_keep=cfg.checkpoint.max_num_checkpoints_to_keep,
+        asynchronous=cfg.checkpoint.async_checkpointing, say=say,
+      )  # fmt: skip
       own, frozen = state.saved_parts(plan.state)
       restored = self._checkpoints.restore_latest(own)
     if restored is not None:
@@ -246,13 +236,11 @@ class Session:
     facts = {
       "parameters": f"{plan.num_params:,}",
       "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
-      **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
-      "rows per step": f"{plan.rows:,}",
-      "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model",
-      "train step": train_step,
+      **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}), "rows per step": f"{plan.rows:,}",
+      "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model", "train step": train_step,
       "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
       f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
-    }
+    }  # fmt: skip
     write_text(self._path / "run_facts.json", json.dumps(sealed(facts), indent=2) + "\n")
 
   def _conclude(self, outcome: Outcome) -> int:

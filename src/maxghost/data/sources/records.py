@@ -54,13 +54,9 @@ class RecordSource(Source):
   """
 
   def __init__(
-    self,
-    shards: Sequence[Shard],
-    notes: Sequence[str] = (),
-    index: tuple[np.ndarray, np.ndarray] | None = None,
-    exact: bool = False,
-    fields: Sequence[str] = (),
-  ):
+    self, shards: Sequence[Shard], notes: Sequence[str] = (), index: tuple[np.ndarray, np.ndarray] | None = None,
+    exact: bool = False, fields: Sequence[str] = (),
+  ):  # fmt: skip
     self.domains = tuple(dict.fromkeys(shard.domain for shard in shards))
     self.notes = tuple(notes)
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}

@@ -38,21 +38,17 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.Pa
   paths = _modules(library)
   modules = [path for path in paths if not _is_table(path)]
   readers = {
-    "code": lambda: _whole("code", library, modules),
-    "docstrings": lambda: _docstrings(library, modules),
-    "manual": _manual,
-    "tables": lambda: _whole("tables", library, filter(_is_table, paths)),
-  }
+    "code": lambda: _whole("code", library, modules), "docstrings": lambda: _docstrings(library, modules),
+    "manual": _manual, "tables": lambda: _whole("tables", library, filter(_is_table, paths)),
+  }  # fmt: skip
   documents: list[Document] = []
   for domain in chosen:
     if not (taken := take(readers[domain](), domain_bytes, domain, lambda one: len(one.text))):
       others = [name for name in chosen if name != domain]
       fix = f"use dataset_domains=[{','.join(others)}]" if others else "name another domain"
       what = "pydoc_data.topics" if domain == "manual" else "source files (*.py)"
-      raise ConfigError(
-        f"dataset_domains has '{domain}', but this Python ({sys.version.split()[0]}, library in {library}) has no "
-        f"{what}; {fix}, or run a Python that brings its library's source"
-      )
+      said = f"dataset_domains has '{domain}', but this Python ({sys.version.split()[0]}, library in {library}) has no"
+      raise ConfigError(f"{said} {what}; {fix}, or run a Python that brings its library's source")
     documents.extend(taken)
   return DocumentList(documents, chosen)
 

@@ -63,10 +63,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
       offset = size = np.zeros(0, np.int64)
     unpacked += int(size.sum()) if is_packed else 0
     if whole and unpacked > _MEMORY_LIMIT:
-      raise ConfigError(
-        f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from "
-        "memory; unpack the files, or tokenize them once with: python -m maxghost.data prepare"
-      )
+      said = f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from memory"
+      raise ConfigError(f"{said}; unpack the files, or tokenize them once with: python -m maxghost.data prepare")
     if cap and len(size):
       ends = used.get(file.domain, 0) + np.cumsum(size)
       if file.domain not in used and ends[0] > cap:
