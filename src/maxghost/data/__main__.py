@@ -72,14 +72,11 @@ def _prepare(parsed: argparse.Namespace) -> int:
     vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)
     data = config.replace(cfg, tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=vocab_size).data
   with _progress(source.num_bytes) as progress:
-    meta = preparing.prepare(
-      source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
-    )
-  documents = sum(meta["domain_documents"].values())
-  print(
-    f"{parsed.output}: {documents:,} documents of {len(meta['domains'])} domains, {meta['tokens']:,} tokens in "
-    f"{len(meta['shards'])} shards; {meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
-  )
+    options = {"num_workers": parsed.workers, "part_bytes": parsed.part_bytes, "progress": progress}
+    meta = preparing.prepare(source, data, parsed.output, **options)
+  documents = f"{sum(meta['domain_documents'].values()):,} documents of {len(meta['domains'])} domains"
+  left_out = f"{meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
+  print(f"{parsed.output}: {documents}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards; {left_out}")
   made, sets = meta["tokenizer"], ",".join(data.ghost_val_sets)
   path = Path(parsed.output) / made["path"] if made["copied"] else made["path"]
   where = f" tokenizer_path={path}" if path else ""
@@ -121,11 +118,9 @@ def _show(parsed: argparse.Namespace) -> int:
   for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
     print(printable(line))
   next(dataset.train)
-  counts = dataset.train.counts
-  print(
-    f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {counts['rows']:,} rows of "
-    f"{dataset.layout.row_length}; {dataset.train.packing_efficiency:.2%} of the places filled"
-  )
+  counts, filled = dataset.train.counts, f"{dataset.train.packing_efficiency:.2%} of the places filled"
+  rows = f"{counts['rows']:,} rows of {dataset.layout.row_length}"
+  print(f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {rows}; {filled}")
   print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
   return 0
 
@@ -145,10 +140,8 @@ def _duplicates(parsed: argparse.Namespace) -> int:
     print(printable(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}"))
   of_held_out = [pair.copy for pair in pairs if pair.held_out]
   exact = sum(pair.similarity == 1.0 for pair in pairs if pair.held_out)
-  print(
-    f"{len(set(of_held_out))} training documents repeat held-out ones ({exact} exactly); "
-    f"{sum(not pair.held_out for pair in pairs)} repeat other training documents"
-  )
+  said = f"{len(set(of_held_out))} training documents repeat held-out ones ({exact} exactly)"
+  print(f"{said}; {sum(not pair.held_out for pair in pairs)} repeat other training documents")
   if parsed.output:
     print(f"{parsed.output}: {duplicates.write_ids(parsed.output, of_held_out)} ids; use it as dataset_exclude_file")
   return 0

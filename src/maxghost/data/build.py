@@ -31,25 +31,16 @@ def load_dataset(
 ) -> Dataset:  # fmt: skip
   """The dataset of a configuration.
 
-  Args:
-    cfg: the data section.
-    seed: of the document order and the split.
-    num_shards: equal parts of the global batch.
-    shard: the part that this process reads.
-    batch_size: rows of the global batch; default per_device_batch_size for each shard.
-    vocab_size: of the model; the tokenizer's must not be larger.
-    records: what a document is, as the objective says (`config.plugins.Objective.records`).
-
-  Raises:
-    ConfigError: the data does not allow what the configuration asks for.
+  cfg: the data section. seed: of the document order and the split. num_shards: equal parts of the global batch; shard: the
+  one that this process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard.
+  vocab_size: of the model; the tokenizer's must not be larger. records: what a document is, as the objective says
+  (`config.plugins.Objective.records`). Raises ConfigError where the data does not allow what is asked for.
   """
   source, tokenizer = open_all(cfg, seed, vocab_size, records)
   return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, records=records)
 
 
-def open_all(
-  cfg: DataConfig, seed: int, vocab_size: int | None = None, records: str = "text"
-) -> tuple[Source, Tokenizer]:
+def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None, records="text") -> tuple[Source, Tokenizer]:
   """The source (tokenized if `dataset_files` names a prepared folder) and the tokenizer. Raises ConfigError."""
   cfg = kept(cfg, records)
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
@@ -81,9 +72,8 @@ def make_dataset(
   streams, weights = _streams(cfg, parts[0], seed)
   identity, per_lane = _identity(cfg, seed, batch_size, parts), batch_size // cfg.dataset_shards
   rows = (shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards)
-  train = TrainIterator(
-    streams, weights, identity, rows_per_lane=per_lane, rows=rows, num_workers=cfg.grain_worker_count
-  )
+  options = {"rows_per_lane": per_lane, "rows": rows, "num_workers": cfg.grain_worker_count}
+  train = TrainIterator(streams, weights, identity, **options)
   dataset = Dataset(parts, train, next(iter(cfg.validation_sets.values())), seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
     raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
@@ -111,9 +101,7 @@ def kept(cfg: DataConfig, records: str) -> DataConfig:
   return dataclasses.replace(cfg, train_data_columns=Kept(known if asked == ("text",) else asked))
 
 
-def _parts(
-  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records: str
-) -> list[Units]:
+def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
   excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
@@ -147,10 +135,9 @@ def _parts(
         hashes.append(content_hashes(found))
         sizes.update(map(len, found))
   if all(splits[0][1].left_out(indices).all() for indices in scan(len(source))):
-    raise ConfigError(
-      "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
-      f"ghost_val_fraction or more data{', or list more in dataset_include_file' * bool(cfg.dataset_include_file)}"
-    )
+    more = ", or list more in dataset_include_file" * bool(cfg.dataset_include_file)
+    said = "there is nothing to train on: every document is held out for validation or excluded"
+    raise ConfigError(f"{said}; use a smaller ghost_val_fraction or more data{more}")
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
   for one, split, kind in splits:

@@ -107,9 +107,7 @@ class TrainIterator(Iterator[Batch]):
     The list holds all changes of the run in order of b; a later call may extend it. `state()` does not contain it: the
     caller saves the changes and passes them again after `restore`.
 
-    Raises:
-      ConfigError: dataset_mixture has no shares.
-      ValueError: a change at a batch that was drawn already.
+    Raises ConfigError where dataset_mixture has no shares, ValueError for a change at a batch that was drawn already.
     """
     if self._weights is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
@@ -165,19 +163,17 @@ class TrainIterator(Iterator[Batch]):
   def restore(self, state: dict) -> None:
     """Continues from a `state()` of the same data and settings, saved with any number of shards.
 
-    Raises:
-      ConfigError: the data changed (the message names the files), or the state lacks a lane of this process.
+    Raises ConfigError where the data changed (naming the files), or the state lacks a lane of this process.
     """
     if state.get("version") != _STATE_VERSION:
       raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
     if state["fingerprint"] != self._identity["fingerprint"]:
       changed = changed_keys(state["files"], self._identity["files"])
-      named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-      prints = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
-      raise ConfigError(
-        "the data or its settings changed since the position was saved "
-        f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
-      )
+      why = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
+      if changed:
+        why = f"changed: {', '.join(changed[:5])}" + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+      said = f"the data or its settings changed since the position was saved ({why})"
+      raise ConfigError(f"{said}; restore them, or start a new run with another run_name")
     if lost := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
       fix = "join the positions of all processes with data.merge_states"
       raise ConfigError(f"the saved data position has no lanes {lost}; {fix}")

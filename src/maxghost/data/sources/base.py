@@ -36,13 +36,10 @@ class CorruptError(ValueError):
 class Source(Protocol):
   """Random access to documents; has the shape of `grain.sources.RandomAccessDataSource`.
 
-  Attributes:
-    domains: names in a fixed order.
-    fingerprint: changes when the data behind the source changes.
-    files: fingerprint of each file; empty for a source without files of its own.
-    num_bytes: total text bytes (an estimate where the format does not record them).
-    notes: lines to show the user, such as files left out.
-    fields: names of what the score log keeps of each record (`document_fields`).
+  domains: names in a fixed order. fingerprint: changes when the data behind the source changes. files: fingerprint of
+  each file; empty for a source without files of its own. num_bytes: total text bytes (an estimate where the format does
+  not record them). notes: lines to show the user, such as files left out. fields: names of what the score log keeps of
+  each record (`document_fields`).
   """
 
   domains: tuple[str, ...]
@@ -183,10 +180,8 @@ def take(items: Iterable[T], cap: int, domain: str, size: Callable[[T], int]) ->
 
 
 def too_low_cap(cap: int, domain: str, first_bytes: int) -> ConfigError:
-  return ConfigError(
-    f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {first_bytes} bytes; "
-    f"use {first_bytes} or more, or 0 for no cap"
-  )
+  said = f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {first_bytes} bytes"
+  return ConfigError(f"{said}; use {first_bytes} or more, or 0 for no cap")
 
 
 def check_known(key: str, names: Iterable[str], known: Iterable[str], owner: str) -> None:
