@@ -31,8 +31,8 @@ def load_dataset(
 ) -> Dataset:  # fmt: skip
   """The dataset of a configuration.
 
-  cfg: the data section. seed: of the document order and the split. num_shards: equal parts of the global batch; shard: the
-  one that this process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard.
+  cfg: the data section. seed: of the document order and the split. num_shards: equal parts of the global batch. shard:
+  the one that this process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard.
   vocab_size: of the model; the tokenizer's must not be larger. records: what a document is, as the objective says
   (`config.plugins.Objective.records`). Raises ConfigError where the data does not allow what is asked for.
   """
