@@ -179,16 +179,14 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
     return [windows(Order([units.all_units()], seed), name="", window_bytes=size)], None
   parts, streams = [units.units_of(number) for number in range(len(domains))], []
   if cfg.mixture == "epochs":
-    order = Order(parts, seed, [weights[domain] for domain in domains])
-    return [windows(order, name="", window_bytes=size)], None
+    return [windows(Order(parts, seed, [weights[domain] for domain in domains]), name="", window_bytes=size)], None
   for domain, part in zip(domains, parts, strict=True):
     if weights[domain] <= 0:
       continue
     if len(part) < cfg.dataset_shards:
       said = f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of"
       raise ConfigError(f"{said} domain '{domain}'; use fewer")
-    share = max(1 << 18, int(size * weights[domain]))
-    streams.append(windows(Order([part], seed), name=domain, window_bytes=share))
+    streams.append(windows(Order([part], seed), name=domain, window_bytes=max(1 << 18, int(size * weights[domain]))))
   return streams, [weights[stream.name] for stream in streams]
 
 

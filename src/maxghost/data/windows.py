@@ -101,8 +101,7 @@ class Units:
       ids, sizes = [ids for ids, _ in pairs], concatenated([size for _, size in pairs])
     else:
       ids, sizes = self.tokenizer.encode(texts), None
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    return self.frame([(concatenated(ids), lengths, sizes)], documents)
+    return self.frame([(concatenated(ids), np.fromiter(map(len, ids), np.int64, len(ids)), sizes)], documents)
 
   def frame(self, pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray) -> Encoded:
     """Adds the layout's begin and end tokens to documents. pieces: (ids of some documents end to end, int64 length of

@@ -35,8 +35,7 @@ class Compiled:
     layout = self.plan.layout
     slices = num_slices(self.plan.cfg.parallel, layout.mesh.devices.flat)
     _, dcn = mesh_shape(self.plan.cfg.parallel, layout.num_devices, slices)
-    crossing = tuple(axis for axis, size in dcn.items() if size > 1)
-    return collectives.read(self.hlo, dict(layout.mesh.shape), crossing)
+    return collectives.read(self.hlo, dict(layout.mesh.shape), tuple(axis for axis, size in dcn.items() if size > 1))
 
   def save(self, path: Path) -> int:
     """Pickles the serialized executable; returns its size in bytes.

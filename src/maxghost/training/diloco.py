@@ -162,8 +162,7 @@ class Diloco:
       return constrain(x, (APART, BATCH, *(None,) * (x.ndim - 2)), "the rows of an evaluation")
 
     def evaluated(whole, batch):
-      rows = jax.tree.map(part, batch)
-      return jax.tree.map(lambda sums_R: sums_R.sum(0), self.at_global(evaluate, whole, rows, 0))
+      return jax.tree.map(lambda sums_R: sums_R.sum(0), self.at_global(evaluate, whole, jax.tree.map(part, batch), 0))
 
     return evaluated
 
@@ -177,8 +176,7 @@ class Diloco:
       if path[:2] == (INNER, GLOBAL) and v.shape != flat[path[1:]].shape:
         copy = jnp.broadcast_to(flat[path[1:]], v.shape)
         copies[path] = jax.lax.with_sharding_constraint(copy, v.get_value().sharding)
-    mapped = jax.vmap(function, (self._axes, axis), spmd_axis_name=APART)
-    return mapped(self._inner(replaced(whole, copies)), batches)
+    return jax.vmap(function, (self._axes, axis), spmd_axis_name=APART)(self._inner(replaced(whole, copies)), batches)
 
 
 def of_slices(tree: Any) -> Any:

@@ -117,8 +117,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   outer = of_depth(0)
   new = update(*outer)
   for num_layers in sorted(set(layers.values()) - {0}):
-    first = streaming.after(0, outer[1])
-    own = _update_segments(update, *of_depth(num_layers), first, num_layers, segment_length)
+    own = _update_segments(update, *of_depth(num_layers), streaming.after(0, outer[1]), num_layers, segment_length)
     new = _map_states(nnx.merge_state, new, own)
   nnx.update(model, new[0])
   nnx.update(optimizer.opt_state, nnx.state(new[1]))

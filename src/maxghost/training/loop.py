@@ -243,8 +243,7 @@ class TrainingLoop:
     num_steps = self._cfg.run.steps
     if not self._validation.has_open_account(num_steps):
       return
-    batches = self._validation.batches(num_steps - 1)
-    closing = self._closing or self._program.closing(self._state, batches)
+    closing = self._closing or self._program.closing(self._state, self._validation.batches(num_steps - 1))
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:

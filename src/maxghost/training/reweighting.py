@@ -56,8 +56,7 @@ class Reweighter:
       if "chosen_B" in outputs:
         counted_BS = counted_BS & outputs["chosen_B"][:, None]
       domain_N = domain_numbers(batch, counted_BS, self._document, self._names)
-      nats_N = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64)
-      values = nats_N, outputs["tokens_BS"][counted_BS]
+      values = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64), outputs["tokens_BS"][counted_BS]
       self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]
     due = [shares for first, shares in self._changes if first <= step] or [{}]
     if (step + 1) % self._every == 0:

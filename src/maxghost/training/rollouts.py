@@ -111,8 +111,7 @@ class Rollouts:
 
   def _prompts(self, batch: Batch) -> tuple[list[list[int]], list[str], dict[str, list]]:
     """(ids, texts, columns of the records) of the prompts: all before the first token that is trained."""
-    weight_BT = batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1)
-    ends_P = (weight_BT > 0).argmax(1) + 1
+    ends_P = (batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1) > 0).argmax(1) + 1
     ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
     most = self._cfg.data.max_target_length + 1 - self._keys.max_completion_length
     if long := [i for i, prompt in enumerate(ids) if len(prompt) > most]:

@@ -100,8 +100,7 @@ def module_contributions(
 def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
   """f32[M, L, D, K] with L the largest number of layers; missing layers are NaN."""
   num_layers = max(len(value) for value in by_module.values())
-  shape = next(iter(by_module.values())).shape[1:]
-  stacked = np.full((len(by_module), num_layers, *shape), np.nan, np.float32)
+  stacked = np.full((len(by_module), num_layers, *next(iter(by_module.values())).shape[1:]), np.nan, np.float32)
   for m, value_LDK in enumerate(by_module.values()):
     stacked[m, : len(value_LDK)] = value_LDK
   return stacked

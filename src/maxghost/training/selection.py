@@ -110,8 +110,7 @@ class Selector(Scorer):
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
     # The validation gradient is made once for both passes.
     second = dataclasses.replace(problem, twin=self.twin, batch=picked, validation=first.validation)
-    scored = vars(schedules.score(second))
-    return Selected(**scored, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
+    return Selected(**vars(schedules.score(second)), batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
 
   def outputs(self, scored: Selected, batch, learning_rate, norm, clip_factor) -> dict:
     """As `Scorer.outputs`, for all candidates, with chosen_B bool.
@@ -128,8 +127,7 @@ class Selector(Scorer):
       whole = jnp.zeros(shape, value.dtype) if fill is None else fill.astype(value.dtype)
       if scored.index_k is not None:
         return whole.at[(slice(None),) * axis + (scored.index_k,)].set(value)
-      mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
-      return jnp.where(mask, value, whole)
+      return jnp.where(jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis))), value, whole)
 
     fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen["tokens_BS"], "loss_BS": seen["loss_BS"]}
     for name, axis in scoring.ROW_AXIS.items():
@@ -197,7 +195,6 @@ def take(batch: dict, chosen_B, k: int):
   If k is the whole batch, all rows stay, rows that are not chosen lose their targets, and the indices are None.
   """
   if k == chosen_B.shape[0]:
-    kept = jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)
-    return batch | {"targets_segmentation": kept}, None
+    return batch | {"targets_segmentation": jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)}, None
   index_k = jnp.sort(jnp.argsort(~chosen_B, stable=True)[:k])
   return {name: x[index_k] for name, x in batch.items()}, index_k
