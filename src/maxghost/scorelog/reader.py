@@ -26,13 +26,9 @@ SHOWN_LOSSES = 6
 def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
   """Opens the score log of a run, after comparing each file with its checksum.
 
-  Args:
-    run_dir: holds `ghost/`, or is that folder, or a folder with a custom loop's files.
-    accept_lost_rows: continue without damaged or missing files; `messages` lists them.
-
-  Raises:
-    ConfigError: for a missing or foreign folder, a damaged or missing file (unless accepted), a file of another
-      schema, or files that were scored against different validation sets.
+  run_dir: holds `ghost/`, or is that folder, or a folder with a custom loop's files. accept_lost_rows: continue without
+  damaged or missing files; `messages` lists them. Raises ConfigError for a missing or foreign folder, a damaged or
+  missing file (unless accepted), a file of another schema, or files scored against different validation sets.
   """
   run_dir = Path(run_dir)
   if not run_dir.is_dir():

@@ -9,7 +9,7 @@ K validation sets, N rows, M modules, L layers, D domains.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -132,17 +132,12 @@ class Writer:
 
   A file is written within the call that completes its interval; what the disk refuses is raised as OSError.
 
-  Args:
-    run_dir: the run's folder; files go to its `ghost/` (`folder`, which may be changed before the first step).
-    val_sets: names of the K validation sets.
-    process: (number of this process, how many write); process 0 also restores the files of processes beyond these.
-    period: steps per file.
-    fingerprint: of the data source; it tells a reader whether the texts are still the same.
-    objective: of the training.
-    ledger: columns of the predicted drop, `predicted_examples` among them, as the optimizer names them.
-    direction: that the scores were computed with.
-    fields: names of what each document is given with besides domain, path and offset, such as the id of its record.
-    parts: of the rows; each has a column contribution_<part>.
+  run_dir: the run's folder; files go to its `ghost/` (`folder`, which may be changed before the first step). val_sets:
+  names of the K validation sets. process: (number of this process, how many write); process 0 also restores the files
+  of processes beyond these. period: steps per file. fingerprint: of the data source; it tells a reader whether the
+  texts are still the same. objective: of the training. ledger: columns of the predicted drop, `predicted_examples`
+  among them, as the optimizer names them. direction: that the scores were computed with. fields: names of what each
+  document is given with besides domain, path and offset. parts: of the rows; each has a column contribution_<part>.
   """
 
   def __init__(
@@ -174,19 +169,15 @@ class Writer:
   def append(
     self, step_record: Mapping[str, Any], rows: Mapping, documents: Sequence, *, modules: Mapping | None = None
   ) -> None:
-    """Adds one step.
+    """Adds one step. Raises ValueError for a step out of order, an unknown column or a wrong shape.
 
-    Args:
-      step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
-      rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally share [N], of the batch loss (default:
-        tokens over those of the step), chunk [N], the bytes between the start of the document and the scored chunk, and
-        epoch [N], how often the data had been read through before; and contribution_<part> [N, K].
-      documents: N ids (domain, path, offset), each with the values of the writer's `fields` behind.
-      modules: {"names": M strings, "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not
-        exist (layers of a module outside the stack) are NaN.
-
-    Raises:
-      ValueError: for a step out of order, an unknown column or a wrong shape.
+    step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
+    rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally share [N], of the batch loss (default:
+    tokens over those of the step), chunk [N], the bytes between the start of the document and the scored chunk, and
+    epoch [N], how often the data had been read through before; and contribution_<part> [N, K]. documents: N ids
+    (domain, path, offset), each with the values of the writer's `fields` behind. modules: {"names": M strings,
+    "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not exist (layers outside the stack)
+    are NaN.
     """
     step = int(step_record["step"])
     if not self._restored and (files := self._own_files()):
@@ -222,21 +213,29 @@ class Writer:
       other = Writer(self.folder, self.val_sets, (process, 1), self._period, fields=self.fields)
       other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
       other.restore(None if position is None else {"step": last_step})
-    self._last_step, self._num_steps, self._num_rows = last_step, 0, 0
-    self._pending = self._new_interval()
-    self._restored = True
+    self._last_step, self._restored = last_step, True
     (self.folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
     kept = []
     # Partial files that this process left when it was killed, and files of later steps.
     dropped = [path for path in self.folder.glob(".*.tmp") if fmt.process_of(path.name) == self._process_index]
-    for path, shard in self._own_shards(last_step):
-      if shard is None or shard.first_step > last_step:
+    for path, step in self._own_files():
+      try:
+        shard = Shard(path)
+      except DamagedShard as error:
+        print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
+        dropped += [path] * (step > last_step)
+        continue
+      if shard.first_step > last_step:
         dropped.append(path)
-      elif shard.last_step > last_step:
+        continue
+      if shard.val_sets != self.val_sets:
+        sets = f"{', '.join(shard.val_sets)}, this run against {', '.join(self.val_sets)}"
+        said = f"{path}: scored against the validation sets {sets}"
+        raise ConfigError(f"{said}; continue with the same sets or under another run_name")
+      if shard.last_step > last_step:
         self._write(Interval.load(shard, last_step, self.ledger, self.fields))
-        kept.append(self._path(last_step))
-      else:
-        kept.append(path)
+        path = self._path(last_step)
+      kept.append(path)
     for path in dropped:
       path.unlink(missing_ok=True)
     if self.folder.is_dir():
@@ -245,12 +244,12 @@ class Writer:
 
   def _count(self, kept: list[Path], position: Mapping[str, int] | None) -> None:
     """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
-    found = end = (0, 0)
+    found, end, pending = (0, 0), (0, 0), None
     for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
       found, end = (found[0] + len(shard.steps), found[1] + shard.num_rows), shard.after
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
-        self._pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
+        pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
     self._num_steps, self._num_rows = end
     for i, key in enumerate(("num_steps", "num_rows")):
       if position is not None and found[i] != position.get(key, found[i]):
@@ -259,32 +258,13 @@ class Writer:
         print(f"maxghost: the score log in {self.folder} {said}", file=sys.stderr)
     if position is not None and "num_steps" in position:  # what was written counts, so that a reader sees the gap
       self._num_steps, self._num_rows = int(position["num_steps"]), int(position["num_rows"])
-    if not self._pending.steps:
-      self._pending = self._new_interval()
+    self._pending = pending or self._new_interval()
     if self._num_steps:
       self._note(self._last_step, self._num_steps, self._num_rows)
 
-  def _own_shards(self, last_step: int) -> Iterator[tuple[Path, Shard | None]]:
-    """This process's files and what is in them (None for a damaged one of steps after `last_step`)."""
-    for path, path_step in self._own_files():
-      try:
-        shard = Shard(path)
-      except DamagedShard as error:
-        print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
-        if path_step > last_step:
-          yield path, None
-        continue
-      if shard.val_sets != self.val_sets and shard.first_step <= last_step:
-        sets = f"{', '.join(shard.val_sets)}, this run against {', '.join(self.val_sets)}"
-        way = "continue with the same sets or under another run_name"
-        raise ConfigError(f"{path}: scored against the validation sets {sets}; {way}")
-      yield path, shard
-
-  def _files(self) -> Iterator[tuple[Path, int, int]]:
+  def _files(self) -> list[tuple[Path, int, int]]:
     """(path, last step, process) of the score files of all processes."""
-    for path in sorted(self.folder.glob("*.npz")):
-      if (name := fmt.parse_shard_name(path.name)) is not None:
-        yield path, *name
+    return [(path, *name) for path in sorted(self.folder.glob("*.npz")) if (name := fmt.parse_shard_name(path.name))]
 
   def _own_files(self) -> list[tuple[Path, int]]:
     return [(path, step) for path, step, process in self._files() if process == self._process_index]
