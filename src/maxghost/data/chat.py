@@ -78,11 +78,9 @@ class Template:
     return text, spans, prompts
 
   def _render(self, messages: Sequence[dict], tools: Any, prompt: bool) -> str:
-    given = [_with_reasoning(message) for message in messages]
+    given = {"messages": [_with_reasoning(message) for message in messages], "tools": tools, "documents": None}
     try:
-      return _compiled(self.name, self.source).render(
-        messages=given, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.words)
-      )
+      return _compiled(self.name, self.source).render(**given, add_generation_prompt=prompt, **dict(self.words))
     except Exception as error:  # a template may raise anything
       raise self._error(f"fails: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
 
@@ -149,9 +147,8 @@ def _compiled(name: str, source: str) -> Any:
     fixed = os.environ.get("SOURCE_DATE_EPOCH")  # for a run that is continued on another day
     return (datetime.datetime.fromtimestamp(int(fixed)) if fixed else datetime.datetime.now()).strftime(form)
 
-  made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-  )
+  more = [Generation, jinja2.ext.loopcontrols]
+  made = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=more)
   made.filters["tojson"] = tojson
   made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
   try:

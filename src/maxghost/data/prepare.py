@@ -317,10 +317,8 @@ def train_bpe(source: Source, vocab_size: int, path: str) -> None:
     raise ConfigError(f"--train_bpe {vocab_size} is below the 259 ids of bytes and specials; use 259 or more")
   inner, bytes_only = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
   inner.pre_tokenizer, inner.decoder = bytes_only(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-  specials, alphabet = ["<|bos|>", "<|eos|>", "<|pad|>"], bytes_only.alphabet()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=vocab_size, special_tokens=specials, show_progress=False, initial_alphabet=alphabet
-  )
+  known = {"special_tokens": ["<|bos|>", "<|eos|>", "<|pad|>"], "initial_alphabet": bytes_only.alphabet()}
+  trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **known)
   stride = max(1, source.num_bytes // _BPE_BYTES)
 
   def texts() -> Iterator[str]:

@@ -156,9 +156,8 @@ class Order:
       here = part_numbers == number
       copy, index = np.divmod(place[here] - (self._ends[number - 1] if number else 0), max(1, len(part)))
       for times in () if self._once else np.unique(copy):
-        index[copy == times] = shuffled_index(
-          index[copy == times], len(part), _COPY, self._seed, epoch, number, int(times)
-        )
+        seeds = (_COPY, self._seed, epoch, number, int(times))
+        index[copy == times] = shuffled_index(index[copy == times], len(part), *seeds)
       out[here] = index + part.start if isinstance(part, range) else part[index]
     return out
 

@@ -166,9 +166,7 @@ class Writer:
     self._last_step, self._num_steps, self._num_rows, self._restored = -1, 0, 0, False
     self._pending = self._new_interval()
 
-  def append(
-    self, step_record: Mapping[str, Any], rows: Mapping, documents: Sequence, *, modules: Mapping | None = None
-  ) -> None:
+  def append(self, step_record: Mapping, rows: Mapping, documents: Sequence, *, modules: Mapping | None = None) -> None:
     """Adds one step. Raises ValueError for a step out of order, an unknown column or a wrong shape.
 
     step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).

@@ -86,9 +86,8 @@ def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
     batch = batch_shapes(cfg, plan.rows // plan.layout.apart, plan.layout)
   try:
     with shardings.tracing_for(plan.layout.platform):  # traces the twin with the kernels of these devices
-      step, twin = step_lib.make_train_step(
-        cfg, plan.graphdef, plan.inner, batch, num_segments=max_segments(cfg.data), num_sets=max(len(val_batches), 1)
-      )
+      sizes = {"num_segments": max_segments(cfg.data), "num_sets": max(len(val_batches), 1)}
+      step, twin = step_lib.make_train_step(cfg, plan.graphdef, plan.inner, batch, **sizes)
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
     raise ConfigError(str(error)) from error
   return plan.apart.train_step(step) if plan.apart else step, twin

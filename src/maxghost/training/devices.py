@@ -101,9 +101,7 @@ def validation_shapes(cfg: Config, layout: Layout) -> tuple[dict[str, jax.ShapeD
   return tuple(batch_shapes(cfg, cfg.ghost.ghost_val_batch_size, layout, name) for name in cfg.val_objectives)
 
 
-def batch_shapes(
-  cfg: Config, num_rows: int, layout: Layout, objective: str = "", apart: bool = False
-) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(cfg: Config, num_rows: int, layout: Layout, objective: str = "", apart: bool = False) -> dict:
   """Shapes and shardings of a batch of the run's objective, or of another one. apart: as in `Layout.rows`."""
   spec, sharding = create(cfg, objective).batch_spec(num_rows, cfg.data.max_target_length), layout.rows(num_rows, apart)
   return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in spec.items()}

@@ -213,6 +213,4 @@ def _is_common(x) -> bool:
 
 
 def replaced(whole: nnx.State, new: Mapping[tuple, Any]) -> nnx.State:
-  return nnx.from_flat_state(
-    [(path, v.replace(new[path]) if path in new else v) for path, v in nnx.to_flat_state(whole)]
-  )
+  return nnx.from_flat_state([(p, v.replace(new[p]) if p in new else v) for p, v in nnx.to_flat_state(whole)])

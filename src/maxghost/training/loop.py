@@ -67,18 +67,13 @@ class Hardware:
 
   def rates(self, seconds: float, row_length: int) -> dict[str, float]:
     """perf/* of one device, with MaxText's names, for a step of these seconds. Tokens include padding."""
-    tokens = self.rows * row_length // self.num_devices
-    flops = self.flops.total / self.num_devices
-    rates = {
-      "perf/step_time_seconds": seconds,
-      "perf/per_device_tflops": flops / 1e12,
-      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds,
-      "perf/per_device_tokens": tokens,
-      "perf/per_device_tokens_per_sec": tokens / seconds,
-    }
-    if self.peak_flops:
-      rates["perf/mfu"] = flops / seconds / self.peak_flops
-    return rates
+    tokens, flops = self.rows * row_length // self.num_devices, self.flops.total / self.num_devices
+    mfu = {"perf/mfu": flops / seconds / self.peak_flops} if self.peak_flops else {}
+    return {
+      "perf/step_time_seconds": seconds, "perf/per_device_tflops": flops / 1e12,
+      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds, "perf/per_device_tokens": tokens,
+      "perf/per_device_tokens_per_sec": tokens / seconds, **mfu,
+    }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -289,9 +284,8 @@ class TrainingLoop:
       record |= self._reweighter.observe(step, outputs, fetched.batch)
     self._pending = record
     self._seconds.append(seconds)
-    self._position = dataclasses.replace(
-      self._position, completed_steps=step + 1, data=fetched.position, open_loss=open_loss
-    )
+    changed = {"completed_steps": step + 1, "data": fetched.position, "open_loss": open_loss}
+    self._position = dataclasses.replace(self._position, **changed)
     self._sinks.console.advance(step + 1, record["learning/loss"])
 
   def _restart_clock(self) -> float:

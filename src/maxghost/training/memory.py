@@ -10,7 +10,6 @@ factors: validation sets), h head width, L layers, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +41,13 @@ PARAMETERS, OTHER, OUTER = "parameters", "other state", "state of the outer step
 
 
 def estimate(
-  cfg: config.Config,
-  layout: Layout | None = None,
-  split: tuple[nnx.GraphDef, nnx.State] | None = None,
-  build: Callable = state.abstract_split,
+  cfg: config.Config, layout: Layout | None = None, split: state.Split | None = None, build=state.abstract_split
 ) -> MemoryEstimate:
   """Bytes per device of a train step of layout's devices (None: one). split: result of `build`. Raises ConfigError."""
   layout = layout or Layout.of(config.ParallelConfig(), jax.devices()[:1])
   states: dict[str, PlacedState] = {}
 
-  def of(cfg: config.Config, split: tuple[nnx.GraphDef, nnx.State] | None = None) -> MemoryEstimate:
+  def of(cfg: config.Config, split: state.Split | None = None) -> MemoryEstimate:
     keys = repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
     try:
       if keys not in states:
@@ -106,7 +102,7 @@ class Held:
 class PlacedState:
   """A train state on the devices of a layout. split: its (graphdef, abstract state)."""
 
-  def __init__(self, layout: Layout, split: tuple[nnx.GraphDef, nnx.State]):
+  def __init__(self, layout: Layout, split: state.Split):
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
     length_axes = next((axes for name, axes in layout.rules.rows if name == "activation_length"), ())
     batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes)}
@@ -388,12 +384,8 @@ class Step:
     if further:
       hidden += [Tensor((further, self.tokens, w), t, f"{what} {modules}") for what, w, t in self._kept_per_token()]
       hidden += [Tensor((further, self.tokens, 3 * d), c, f"inputs {modules}"), *self._working()]
-    return {
-      "gradients": head,
-      CARRIES: [Tensor((carries, self.tokens, d), c, why)],
-      WITHIN: hidden,
-      "logits": [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")],
-    }
+    logits = [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")]
+    return {"gradients": head, CARRIES: [Tensor((carries, self.tokens, d), c, why)], WITHIN: hidden, "logits": logits}
 
   # Scores: validation gradients or their factors, validation rows, scores per token.
 
@@ -423,11 +415,10 @@ class Step:
     kept = sum(outer[1:] if on_host else outer) + (0 if self.in_turn else inner)
     # In turn, the training gradients replace the first set's gradients of a segment, and are counted elsewhere.
     gradients = (sets - 1) * inner if self.in_turn else 2 * sets
+    why = "validation gradients of layers, until their training rows are done"
     tensors = [
       Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),
-      Tensor(
-        (gradients, device.layer), self.weight, "validation gradients of layers, until their training rows are done"
-      ),
+      Tensor((gradients, device.layer), self.weight, why),
       Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
     ]
     if self.ghost.curvature == "secant":

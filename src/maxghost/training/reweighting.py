@@ -12,7 +12,7 @@ D domains, B rows, S documents in a row, K validation sets.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,7 @@ class Reweighter:
   document_id: (domain, path, offset) of a document by its index. Raises ConfigError for a floor that exceeds 1 / D.
   """
 
-  def __init__(
-    self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable[[int], Sequence[Any]]
-  ):
+  def __init__(self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable):
     self._reader, self._names = reader, tuple(reader.mixture_domains)
     self._every, self._size, self._floor = ghost.reweighting
     if self._floor * len(self._names) > 1:

@@ -70,9 +70,8 @@ class Rollouts:
     generation_B = np.arange(len(numbers)) % self._keys.num_generations
     ids_P, prompts_P, columns_P = self._prompts(drawn.batch)
     ids_B, prompts_B = [ids_P[i] for i in numbers], [prompts_P[i] for i in numbers]
-    identity_B4 = np.stack(
-      [np.full(len(numbers), step), drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers], generation_B], 1
-    )
+    document_B, epoch_B = drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers]
+    identity_B4 = np.stack([np.full(len(numbers), step), document_B, epoch_B, generation_B], 1)
     found = self._generator.generate(
       state["model"], ids_B, self._keys.max_completion_length,
       keys_B=_random_keys(self._cfg.run.data_shuffle_seed, identity_B4.astype(np.uint32)),

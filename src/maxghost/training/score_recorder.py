@@ -39,9 +39,8 @@ def open_recorder(cfg: Config, dataset, path: Path, slice_B: np.ndarray | None =
     parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
   )  # fmt: skip
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
-  return ScoreRecorder(
-    writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S, slice_B
-  )
+  folder = path / "ghost" / tokens.FOLDER
+  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, folder, reach_S, slice_B)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -52,9 +51,7 @@ def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, 
   return scored_BS, np.sort(first_U), np.argsort(np.argsort(first_U))[unit_N]
 
 
-def scored_rows(
-  outputs: Mapping[str, np.ndarray], batch, parts: Sequence[str] = ()
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def scored_rows(outputs: Mapping, batch, parts: Sequence[str] = ()) -> tuple[dict[str, np.ndarray], np.ndarray]:
   """(columns of the U scored units, their document indices).
 
   Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss. parts: names
@@ -86,9 +83,7 @@ def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.
   return out
 
 
-def module_contributions(
-  by_document: Mapping[str, np.ndarray], scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int
-) -> dict[str, np.ndarray]:
+def module_contributions(by_document: Mapping, scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int) -> dict:
   """Sums [L, B, S, K] over the scored documents of each domain: {label: f32[L, D, K]}, nats."""
   sums = {}
   for label, value_LBSK in by_document.items():

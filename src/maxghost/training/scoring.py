@@ -262,9 +262,7 @@ def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
   return jnp.where(known & (between > 0), ahead / jnp.where(between > 0, between, 1), 0)
 
 
-def make_scorer(
-  cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1
-) -> Scorer:
+def make_scorer(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1) -> Scorer:
   """graphdef: of the train state. batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
   ghost, objective = cfg.ghost, create(cfg)
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
@@ -329,6 +327,4 @@ def to_host(out: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 def _each(function: Callable, out: Mapping[str, Any]) -> dict[str, Any]:
   """function(array, its row axis or None) of every output."""
-  return {
-    name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), value) for name, value in out.items()
-  }
+  return {name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), x) for name, x in out.items()}

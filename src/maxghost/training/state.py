@@ -23,6 +23,7 @@ from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 
 REFERENCE = "reference_model"  # of a train state
+Split = tuple[nnx.GraphDef, nnx.State]
 
 
 class TrainCounter(nnx.Variable):
@@ -123,9 +124,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   return nnx.filterlib.PathIn(*(paths[label] for label in found))
 
 
-def create_split(
-  cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None
-) -> tuple[nnx.GraphDef, nnx.State]:
+def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None) -> Split:
   """(graphdef, state) of a fresh train state, made in its layout by one compiled call; the layout changes no value."""
   graphdef, abstract = abstract_split(cfg, teacher)
 
@@ -136,7 +135,7 @@ def create_split(
   return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
 
 
-def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> Split:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg, teacher)))
   return graphdef, HostMemory.of(cfg).abstract(state)

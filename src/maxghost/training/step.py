@@ -30,13 +30,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   schedule concat; with ghost also the ledger's columns [K] and `Scorer.outputs`, or with ghost_select
   `Selector.outputs`.
 
-  Args:
-    graphdef, state: a split TrainStateNNX (the state may be abstract).
-    batch: arrays or shapes of one training batch.
-    num_segments: S, the largest segment id in a row.
-    num_sets: K, the length of val_batches, which is empty without ghost.
-
-  Raises: ValueError for a model that the engine cannot score.
+  graphdef, state: a split TrainStateNNX (the state may be abstract). batch: arrays or shapes of one training batch.
+  num_segments: S, the largest segment id in a row. num_sets: K, the length of val_batches, which is empty without
+  ghost. Raises ValueError for a model that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   objective, val_objective = create(cfg), of_validation(cfg)
@@ -45,9 +41,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     model = nnx.merge(graphdef, state).model
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
     if cfg.reference:
-      (batch,) = jax.eval_shape(
-        lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch
-      )
+      read = lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows)  # noqa: E731
+      (batch,) = jax.eval_shape(read, state, batch)
     scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
@@ -87,9 +82,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     if cfg.model.use_qk_clip:
       before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
       if scorer is not None:
-        out = ledger.with_clipped(
-          out, before, by_label(nnx.state(train_state.model, nnx.Param)), scorer.gradients(scored)
-        )
+        labelled = by_label(nnx.state(train_state.model, nnx.Param))
+        out = ledger.with_clipped(out, before, labelled, scorer.gradients(scored))
     train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), scoring.placed(out)
 

@@ -118,9 +118,7 @@ def read_or_skip(
   return out
 
 
-def read_all(
-  read: Callable[[list[int]], list[T]], records: list[int], errors: type[Exception] | tuple, where: str
-) -> list[T]:
+def read_all(read: Callable[[list[int]], list[T]], records: list[int], errors: Any, where: str) -> list[T]:
   """What a library's `read` gives. Where it raises one of `errors`, CorruptError names the record."""
   try:
     return read(records)

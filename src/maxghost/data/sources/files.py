@@ -60,9 +60,7 @@ def _of_folder(folder: str, kind: str) -> str:
   return f"{folder} is a folder; write {os.path.join(folder, '**', '*' + ending)}"
 
 
-def labelled(
-  key: str, items: Sequence[str], domains: tuple[str, ...], default_domain: Callable[[str], str], kind: str
-) -> list[tuple[str, str]]:
+def labelled(key: str, items: Sequence[str], domains: Sequence[str], default_domain: Callable, kind: str) -> list:
   """(domain, rest) of `domain=rest` items, or of rest and `default_domain`, as `domains` (empty = all). ConfigError."""
   if not items:
     raise ConfigError(f"{key} is empty, but dataset_type={kind} asks for it; give {key}=[domain={_EXAMPLES[kind]}]")

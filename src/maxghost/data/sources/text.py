@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,9 +91,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   return source
 
 
-def _by_domain(
-  label: str, record: Callable[[int, int], Mapping[str, Any]] | None, offsets: np.ndarray, sizes: np.ndarray
-) -> dict[str, np.ndarray]:
+def _by_domain(label: str, record: Callable | None, offsets: np.ndarray, sizes: np.ndarray) -> dict[str, np.ndarray]:
   """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
   found: dict[str, list[int]] = {}
   for number, place in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if record else ()):
@@ -168,9 +166,7 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
   return starts, sizes
 
 
-def _read_text(
-  opened: Opened, path: str, columns: tuple[str, ...] | None, offsets: list[int], sizes: list[int]
-) -> list[bytes]:
+def _read_text(opened: Opened, path: str, columns: tuple[str, ...] | None, offsets: list, sizes: list) -> list[bytes]:
   places = zip(offsets, sizes, strict=True)
   if columns is None:
     return [base.utf8(path, offset, _bytes(opened, path, offset, size)) for offset, size in places]
