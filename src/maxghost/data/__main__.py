@@ -79,11 +79,9 @@ def _prepare(parsed: argparse.Namespace) -> int:
   print(f"{parsed.output}: {documents}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards; {left_out}")
   made, sets = meta["tokenizer"], ",".join(data.ghost_val_sets)
   path = Path(parsed.output) / made["path"] if made["copied"] else made["path"]
-  where = f" tokenizer_path={path}" if path else ""
-  print(
-    f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
-    f"vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")
-  )
+  kind = f"tokenizer_type={made['type']}" + (f" tokenizer_path={path}" if path else "")
+  kind += f" vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")
+  print(f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] {kind}")
   return 0
 
 

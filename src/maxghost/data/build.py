@@ -244,7 +244,5 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -
   settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded, *parts[0].settings)
   settings += () if included is None else ("include", *included.tolist())
   files = {name: value for part in parts for name, value in part.source.files.items()}
-  return {
-    "fingerprint": f"{text_hash(*map(repr, settings)):016x}",
-    "files": files if len(files) <= _MOST_FILES_IN_A_STATE else {},
-  }
+  kept = files if len(files) <= _MOST_FILES_IN_A_STATE else {}
+  return {"fingerprint": f"{text_hash(*map(repr, settings)):016x}", "files": kept}

@@ -35,11 +35,6 @@ class Template:
   source: str
   words: tuple[tuple[str, str], ...] = ()  # the special tokens that templates know by name, (name, token)
 
-  @property
-  def is_marked(self) -> bool:
-    """Whether the template says itself what the assistant says."""
-    return "endgeneration" in self.source
-
   def render(self, messages: Sequence[dict], tools: Any = None, *, prompt: bool = False) -> str:
     """The text of a conversation. prompt: with the beginning of the assistant's answer."""
     return re.sub(_MARKS, "", self._render(messages, tools, prompt))
@@ -47,7 +42,8 @@ class Template:
   def spans(self, messages: Sequence[dict], tools: Any, first: int) -> tuple[str, Spans, list[str]]:
     """(the text, where the assistant speaks in it, the prompts that begin it). first: the message from which on the
     assistant's turns count."""
-    text, spans, prompts = (self._by_marks if self.is_marked else self._by_prefixes)(messages, tools, first)
+    marked = "endgeneration" in self.source  # the template says itself what the assistant says
+    text, spans, prompts = (self._by_marks if marked else self._by_prefixes)(messages, tools, first)
     said = "".join(text[start:stop] for start, stop in spans)
     for turn, message in enumerate(messages):
       content = (message.get("content") or "").rpartition("</think>")[2].strip()

@@ -173,7 +173,5 @@ def _summary(part: Units) -> list[DomainSummary]:
     weights = sizes if sizes is not None else np.zeros(len(indices), np.int64)
     columns = (np.ones(len(indices)), weights, out, np.where(out, weights, 0))
     table += np.stack([np.bincount(numbers, column, len(source.domains)) for column in columns], 1).astype(np.int64)
-  return [
-    DomainSummary(domain, row[0], row[1] if sized else None, row[2], row[3] if sized else None)
-    for domain, row in zip(source.domains, table.tolist(), strict=True)
-  ]
+  rows = [[row[0], row[1] if sized else None, row[2], row[3] if sized else None] for row in table.tolist()]
+  return [DomainSummary(domain, *row) for domain, row in zip(source.domains, rows, strict=True)]

@@ -235,11 +235,10 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
-  lengths = dict.fromkeys(prepared.DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(prepared.BLOCK_COLUMNS, num_blocks)
-  columns = {
-    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", prepared.COLUMNS[name], (length,))
-    for name, length in lengths.items()
-  }
+  columns = {}
+  for name in (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS):
+    file, kind = folder / "index" / f"{name}.npy", prepared.COLUMNS[name]
+    columns[name] = np.lib.format.open_memmap(file, "w+", kind, (num_blocks if "block" in name else num_documents,))
   documents = blocks = tokens = 0
   totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
   paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document

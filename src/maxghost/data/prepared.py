@@ -64,10 +64,8 @@ class PreparedSource(Source):
     made_with = meta["tokenizer"]
     if made_with["fingerprint"] != tokenizer.fingerprint:
       path = folder if made_with["copied"] else made_with["path"]
-      raise ConfigError(
-        f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={made_with['type']}"
-        + (f" tokenizer_path={path}" if made_with["path"] else " and no tokenizer_path")
-      )
+      way = f"{made_with['type']} " + (f"tokenizer_path={path}" if made_with["path"] else "and no tokenizer_path")
+      raise ConfigError(f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={way}")
     check_known("dataset_domains", domains, meta["domains"], folder)
     self._asked, kept = fields, tuple(meta.get("fields", ()))
     wanted = wanted_fields(fields or kept)

@@ -89,10 +89,8 @@ class TrainIterator(Iterator[Batch]):
     self._per_lane, self._rows = rows_per_lane, rows
     self.counts: Counter[str] = Counter()
     workers = num_workers or ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
-    self._lanes = {
-      lane: [Cursor(stream, lane, workers, self.counts) for stream in streams]
-      for lane in range(rows[0] // rows_per_lane, -(-rows[1] // rows_per_lane))
-    }
+    lanes = range(rows[0] // rows_per_lane, -(-rows[1] // rows_per_lane))
+    self._lanes = {lane: [Cursor(stream, lane, workers, self.counts) for stream in streams] for lane in lanes}
     self._batches = self._first_batch = 0
     self._weights, self._changes = weights, ()
 

@@ -90,10 +90,9 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
   if cfg.val_sets:
     share = sum(scored.values()) / plan.num_params
     sets = " and of ".join(f"'{name}'" for name in cfg.val_sets)
-    lines.append(
-      f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against "
-      f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}, schedule {ghost.ghost_schedule}"
-    )
+    against = f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}"
+    scores = f"{len(scored)} parameter arrays scored ({share:.2%} of all parameters)"
+    lines.append(f"ghost: {scores} against {against}, schedule {ghost.ghost_schedule}")
     if ghost.ghost_curvature == "secant":  # it adds nothing without an earlier validation gradient of the same rows
       renewed = 0 if ghost.carries_curvature else ghost.ghost_val_refresh_steps
       drawn = f" and every {renewed} steps, where new validation rows are drawn (ghost_val_refresh_steps)"
@@ -122,10 +121,8 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
   except (ValueError, KeyError, TypeError) as error:
     return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
   first, last = records[0], records[-1]
-  lines = [
-    f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
-    f"{last['learning/loss']:.3f}"
-  ]
+  loss = f"training loss {first['learning/loss']:.3f} -> {last['learning/loss']:.3f}"
+  lines = [f"Training complete: {len(records)} steps, {tokens:,} target tokens, {loss}"]
   if steady := seconds[1:]:  # the first step is a warm-up
     middle = median(steady)
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
@@ -138,10 +135,8 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
 
 def ghost_line(records: list[dict], name: str) -> str:
   """The drop of the validation loss over the run, with its prediction if measured."""
-  actual, predicted, curvature, check = (
-    [record.get(f"ghost/{column}/{name}") for record in records]
-    for column in ("actual_drop", "predicted_drop", "curvature", "check_rel_err")
-  )
+  names = (f"ghost/{column}/{name}" for column in ("actual_drop", "predicted_drop", "curvature", "check_rel_err"))
+  actual, predicted, curvature, check = ([record.get(key) for record in records] for key in names)
   measured = sum("ghost/scored" in record for record in records)
   where = "" if measured == len(records) else f" in the {measured} scored steps of {len(records)}"
   drop = sum(value or 0.0 for value in actual)

@@ -143,11 +143,8 @@ def _update_segments(update: Callable, params, grads, opt_state, first, num_laye
     new = jax.tree.leaves(update(params, gradient, opt_state))
     # Finish reading `held` before writing it; otherwise the compiler copies it on the host.
     new, ahead = jax.lax.optimization_barrier((new, ahead))
-    held = [
-      jax.lax.dynamic_update_index_in_dim(x, streaming.like(part, x), index, 0) if flag else x
-      for x, part, flag in zip(held, new, layered, strict=True)
-    ]
-    return held, ahead
+    put = lambda x, part: jax.lax.dynamic_update_index_in_dim(x, streaming.like(part, x), index, 0)  # noqa: E731
+    return [put(x, part) if flag else x for x, part, flag in zip(held, new, layered, strict=True)], ahead
 
   held, _ = jax.lax.fori_loop(0, num_layers // segment_length, body, (held, fetch(held, first)))
   return jax.tree.unflatten(tree, [segments.join(x) if flag else x for x, flag in zip(held, layered, strict=True)])

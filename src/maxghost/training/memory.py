@@ -87,7 +87,7 @@ class Held:
   dtype: str
   on_host: bool
   gathered: int
-  frozen: bool = False
+  frozen: bool
 
   @property
   def stacked(self) -> bool:
@@ -107,14 +107,10 @@ class PlacedState:
     length_axes = next((axes for name, axes in layout.rules.rows if name == "activation_length"), ())
     batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes)}
     adapted = any(isinstance(v, nnx.LoRAParam) for _, v in nnx.to_flat_state(self._abstract))
-    self.variables = [
-      dataclasses.replace(held, frozen=adapted and held.row == PARAMETERS and not isinstance(v, nnx.LoRAParam))
-      for path, v in nnx.to_flat_state(self._abstract)
-      for held in [self._held(path, v, batch_axes)]
-    ]
+    self.variables = [self._held(path, v, batch_axes, adapted) for path, v in nnx.to_flat_state(self._abstract)]
     self._twins: dict[tuple, Twin] = {}
 
-  def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str]) -> Held:
+  def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str], adapted: bool) -> Held:
     leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
     split: tuple[tuple[str, ...], ...] = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
@@ -122,7 +118,8 @@ class PlacedState:
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
     row = {"model": PARAMETERS, "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
-    return Held(row, slash_path(path[1:]), axes, leaf.shape, shape, str(leaf.dtype), host, gathered)
+    frozen = adapted and row == PARAMETERS and not isinstance(variable, nnx.LoRAParam)
+    return Held(row, slash_path(path[1:]), axes, leaf.shape, shape, str(leaf.dtype), host, gathered, frozen)
 
   def twin(self, cfg: config.Config) -> Twin:
     """The probed twin for one example. Raises ValueError as `attach`."""
@@ -302,10 +299,9 @@ class Step:
     n, layers = self.tokens, self._layers_at_once
     *outer, (inner, within) = self._layer_runs()
     widest = max(n, self.device.num_sets * self.val_tokens) if self.in_turn else n
-    carries = [
-      Tensor((count, tokens, self.embed), self.compute, f"{why}, kept for the backward pass")
-      for count, tokens, why in [*((count, n, why) for count, why in outer), (inner, widest, within)]
-    ]
+    inputs = [*((count, n, why) for count, why in outer), (inner, widest, within)]
+    held = [((count, tokens, self.embed), f"{why}, kept for the backward pass") for count, tokens, why in inputs]
+    carries = [Tensor(shape, self.compute, why) for shape, why in held]
     why = f"of {layers} layers, kept because remat_policy={self.model.remat_policy}"
     kept = [Tensor((layers, n, width), dtype, f"{name} {why}") for name, width, dtype in self._kept_per_token()]
     if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
@@ -429,8 +425,6 @@ class Step:
       waiting = Tensor((1, self.tokens, embed), c, "cotangent of the training rows in the validation rows' turn")
     tensors.append(waiting)
     if not self.model.segment_lengths:
-      tensors += [
-        Tensor((sets * inner, self.val_tokens, width), dtype, f"{name} of the validation rows")
-        for name, width, dtype in self._kept_per_token()
-      ]
+      kept = [(name, (sets * inner, self.val_tokens, width), dtype) for name, width, dtype in self._kept_per_token()]
+      tensors += [Tensor(shape, dtype, f"{name} of the validation rows") for name, shape, dtype in kept]
     return tensors

@@ -149,10 +149,8 @@ class Plan:
     factors += [f"gradient_accumulation_steps {accumulated}"] if accumulated > 1 else []
     made = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
     tokens = rows * length
-    lines.append(
-      f"batch: {rows} rows{micro}{made} of {length} tokens = {tokens:,} tokens per step; {steps} steps = "
-      f"{tokens * steps:,} tokens"
-    )
+    in_all = f"{steps} steps = {tokens * steps:,} tokens"
+    lines.append(f"batch: {rows} rows{micro}{made} of {length} tokens = {tokens:,} tokens per step; {in_all}")
     if cfg.val_sets and layout.row_parts > 1:
       val_rows = cfg.ghost.ghost_val_batch_size
       parts, all_parts = layout.rules.parts(layout.rules.leading(layout.rules.batch_axes, val_rows)), layout.row_parts
@@ -171,8 +169,5 @@ class Plan:
       added = f"is added, times {weight:g}" if weight else "is left out"
       lines.append(f"training loss: the load-balancing loss of the experts {added} (load_balance_loss_weight)")
     share = self.flops.weights / self.flops.total
-    lines.append(
-      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4g}, split as {share:.2%} learnable weight flops and "
-      f"{1 - share:.2%} attention flops"
-    )
-    return lines
+    split = f"{share:.2%} learnable weight flops and {1 - share:.2%} attention flops"
+    return [*lines, f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4g}, split as {split}"]

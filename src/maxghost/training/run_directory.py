@@ -120,10 +120,8 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
 
 
 def _unwritable(path: Path, cfg: Config, reason: str) -> str:
-  return (
-    f"base_output_directory={cfg.run.base_output_directory}: cannot write {path} ({reason}); "
-    "name a folder you may write to"
-  )
+  said = f"base_output_directory={cfg.run.base_output_directory}: cannot write {path} ({reason})"
+  return f"{said}; name a folder you may write to"
 
 
 def _check_writable(path: Path, cfg: Config) -> None:

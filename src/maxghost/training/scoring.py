@@ -175,13 +175,17 @@ class Scorer:
     if forward_mode:
       return out
     if ghost.ghost_detail != "total":
-      by_slot = functools.partial(_by_slot, used_BTS=used_BTS, sum_layers=ghost.ghost_detail == "module")
-      out["param_contribution"] = {
-        p.label: credit(
-          by_slot(p, passed.scores[p.label]), by_slot(p, scored.own[p.label]) if scored.own else None, lambda x: x[None]
-        )
-        for p in self.twin.scored
-      }
+
+      def by_slot(param, score):
+        """[L, B, S, K] from one parameter's [*stack, K, B, T]."""
+        score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
+        score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
+        return score_LBSK.sum(0, keepdims=True) if ghost.ghost_detail == "module" else score_LBSK
+
+      out["param_contribution"] = {}
+      for p in self.twin.scored:
+        own = by_slot(p, scored.own[p.label]) if scored.own else None
+        out["param_contribution"][p.label] = credit(by_slot(p, passed.scores[p.label]), own, lambda x: x[None])
     if scored.captured:
       out["captured"] = {label: jnp.atleast_2d(c) for label, c in scored.captured.items()}
     out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in self.twin.scored}
@@ -292,13 +296,6 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
     if train_state.carried is not None:
       train_state.carried[...] = jnp.zeros_like(train_state.carried[...])
   return scored
-
-
-def _by_slot(param, score, used_BTS, sum_layers: bool):
-  """[L, B, S, K] from one parameter's [*stack, K, B, T]."""
-  score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
-  score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
-  return score_LBSK.sum(0, keepdims=True) if sum_layers else score_LBSK
 
 
 def placed(out: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,10 +148,9 @@ class Session:
     plan, cfg, say = self._plan, self._cfg, self._console.line
     restored, frozen = None, {}
     if cfg.checkpoint.checkpoint_period:
-      self._checkpoints = self._open_checkpoints(
-        self._path / run_directory.CHECKPOINTS, max_to_keep=cfg.checkpoint.max_num_checkpoints_to_keep,
-        asynchronous=cfg.checkpoint.async_checkpointing, say=say,
-      )  # fmt: skip
+      kept = {"max_to_keep": cfg.checkpoint.max_num_checkpoints_to_keep, "say": say}
+      kept["asynchronous"] = cfg.checkpoint.async_checkpointing
+      self._checkpoints = self._open_checkpoints(self._path / run_directory.CHECKPOINTS, **kept)
       own, frozen = state.saved_parts(plan.state)
       restored = self._checkpoints.restore_latest(own)
     if restored is not None:
