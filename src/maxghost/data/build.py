@@ -25,10 +25,8 @@ from maxghost.data.windows import Order, Units, Windows
 _MOST_FILES_IN_A_STATE = 1000
 
 
-def load_dataset(
-  cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
-  vocab_size: int | None = None, records: str = "text",
-) -> Dataset:  # fmt: skip
+def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
+                 vocab_size: int | None = None, records: str = "text") -> Dataset:  # fmt: skip
   """The dataset of a configuration.
 
   cfg: the data section. seed: of the document order and the split. num_shards: equal parts of the global batch. shard:
@@ -57,10 +55,9 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None, records=
   return PreparedSource(folder, tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
 
 
-def make_dataset(
-  source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
-  tokenizer: Tokenizer | None = None, records: str = "text",
-) -> Dataset:  # fmt: skip
+def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *,
+                 batch_size: int | None = None, tokenizer: Tokenizer | None = None,
+                 records: str = "text") -> Dataset:  # fmt: skip
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing

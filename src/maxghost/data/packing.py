@@ -224,10 +224,9 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
   document_BS, offset_BS, inputs, targets, positions, segmentation, *more = columns
   names = (*(["targets_weights"] if weighted else []), REFERENCE)
-  arrays = {
-    "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation, "targets": targets,
-    "targets_position": positions, "targets_segmentation": segmentation, **dict(zip(names, more, strict=False)),
-  }  # fmt: skip
+  arrays = {"inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation, "targets": targets,
+            "targets_position": positions, "targets_segmentation": segmentation,
+            **dict(zip(names, more, strict=False))}  # fmt: skip
   return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 
 

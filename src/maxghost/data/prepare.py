@@ -51,10 +51,8 @@ class Job:
   num_parts: int
 
 
-def prepare(
-  source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 1, part_bytes: int = PART_BYTES,
-  progress: Callable[[dict], None] = lambda manifest: None,
-) -> dict:  # fmt: skip
+def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 1, part_bytes: int = PART_BYTES,
+            progress: Callable[[dict], None] = lambda manifest: None) -> dict:  # fmt: skip
   """Tokenizes a source into a folder, whose complete parts are kept; returns the JSON part of the index.
 
   cfg: states the tokenizer and what to do with corrupt documents. part_bytes: approximate text of a part. progress:
@@ -115,11 +113,9 @@ def verify(folder: str) -> list[str]:
 def _claim(job: Job) -> None:
   """Claims the folder for this job. Raises ConfigError when it holds another one."""
   folder, source = job.folder, job.source
-  mine = {
-    "source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
-    "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
-    "files": source.files, **({"fields": [*source.fields]} if source.fields else {}),
-  }  # fmt: skip
+  mine = {"source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
+          "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
+          "files": source.files, **({"fields": [*source.fields]} if source.fields else {})}  # fmt: skip
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
@@ -179,10 +175,9 @@ def _write_part(job: Job, part: int) -> dict:
   with write_whole(base.with_suffix(".npz")) as file:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
   os.replace(scratch, shard)
-  manifest = {
-    "name": shard.name, "sha256": sha256(shard), "size": shard.stat().st_size, "blocks": len(arrays["block_first"]),
-    "documents": len(lengths), "tokens": sum(lengths), "bytes": int(arrays["num_bytes"].sum()), **counts,
-  }  # fmt: skip
+  manifest = {"name": shard.name, "sha256": sha256(shard), "size": shard.stat().st_size,
+              "blocks": len(arrays["block_first"]), "documents": len(lengths), "tokens": sum(lengths),
+              "bytes": int(arrays["num_bytes"].sum()), **counts}  # fmt: skip
   write_text(base.with_suffix(".json"), json.dumps(sealed(manifest)))
   return manifest
 
@@ -269,15 +264,13 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   (folder / "index" / "paths.bin").write_bytes(paths)
   for name, values in (("path_end", path_end), ("path_domain", path_domain)):
     np.save(folder / "index" / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
-  meta = {
-    "version": prepared.INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
-    "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(job.source.fields),
-    "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
-    "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)), "tokens": tokens,
-    "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
-    "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
-    "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())},
-  }  # fmt: skip
+  meta = {"version": prepared.INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
+          "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(job.source.fields),
+          "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
+          "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)), "tokens": tokens,
+          "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
+          "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
+          "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())}}  # fmt: skip
   write_text(folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
   return meta
 

@@ -23,10 +23,8 @@ INDEX_FILE = "maxghost-index.json"
 INDEX_VERSION = 1
 # Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and the cumulative
 # number of tokens. Per block: the number of documents before it, and its domain. Per path: its end in paths.bin.
-DOCUMENT_COLUMNS = {
-  "id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64, "num_bytes": np.int64,
-  "token_end": np.int64,
-}  # fmt: skip
+DOCUMENT_COLUMNS = {"id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64,
+                    "num_bytes": np.int64, "token_end": np.int64}  # fmt: skip
 BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
 PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
 COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
@@ -51,10 +49,8 @@ def read_index(folder: Path) -> dict:
 class PreparedSource(Source):
   """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless."""
 
-  def __init__(
-    self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = (), fields: tuple[str, ...] = (),
-    is_checked: bool = False,
-  ):  # fmt: skip
+  def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = (), fields: tuple[str, ...] = (),
+               is_checked: bool = False):  # fmt: skip
     """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
     is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit."""
     self._folder = Path(folder)

@@ -78,10 +78,8 @@ class TrainIterator(Iterator[Batch]):
   bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began.
   """
 
-  def __init__(
-    self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
-    rows: tuple[int, int], num_workers: int,
-  ):  # fmt: skip
+  def __init__(self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
+               rows: tuple[int, int], num_workers: int):  # fmt: skip
     """weights: shares of the streams; None for a single one. identity: what a saved position depends on, `fingerprint`
     and `files`. rows: first row of the global batch that this process reads, and the one after its last. num_workers:
     processes that make windows ahead; 0: a thread."""

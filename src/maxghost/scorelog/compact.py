@@ -105,9 +105,7 @@ def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:
 
   modules = fmt.Modules.joined([part for shard in shards if (part := shard.modules) is not None])
   last = shards[-1]
-  meta = last.meta | {
-    "schema_version": fmt.version_of(last.parts), "first_step": shards[0].first_step, "before": shards[0].before,
-    "closed": True, "ledger": ledger,
-  }  # fmt: skip
+  meta = last.meta | {"schema_version": fmt.version_of(last.parts), "first_step": shards[0].first_step,
+                      "before": shards[0].before, "closed": True, "ledger": ledger}  # fmt: skip
   steps = np.concatenate([fmt.with_ledger(shard.steps, len(last.val_sets), ledger) for shard in shards])
   write_shard(last.path, meta, tables, steps, modules, blocks(), sum(shard.num_rows for shard in shards))

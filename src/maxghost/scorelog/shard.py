@@ -31,20 +31,17 @@ from maxghost.scorelog import format as fmt
 _SEAL = re.compile(rb"maxghost crc32 ([0-9a-f]{8})")
 _SEAL_BYTES = len(b"maxghost crc32 00000000")
 # What zipfile, zlib and NumPy raise for bytes that are no archive or no array.
-DAMAGE = (
-  OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError, struct.error,
-  zlib.error, zipfile.BadZipFile,
-)  # fmt: skip
+DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError, struct.error,
+          zlib.error, zipfile.BadZipFile)  # fmt: skip
 
 
 class DamagedShard(ConfigError):
   """A file whose bytes are not those that were written; the message says why."""
 
 
-def write_shard(
-  path: Path, meta: dict, tables: Mapping[str, Iterable[str]], steps: np.ndarray, modules: fmt.Modules | None,
-  rows: np.ndarray | Iterable[np.ndarray], num_rows: int | None = None,
-) -> None:  # fmt: skip
+def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], steps: np.ndarray,
+                modules: fmt.Modules | None, rows: np.ndarray | Iterable[np.ndarray],
+                num_rows: int | None = None) -> None:  # fmt: skip
   """Writes one file, whole or not at all.
 
   meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point

@@ -140,11 +140,10 @@ class Writer:
   document is given with besides domain, path and offset. parts: of the rows; each has a column contribution_<part>.
   """
 
-  def __init__(
-    self, run_dir, val_sets: Sequence[str] = ("manual",), process: tuple[int, int] = (0, 1), period: int = 20,
-    fingerprint: str = "", objective: str = fmt.NEXT_TOKEN, ledger: Sequence[str] = fmt.LEDGER, direction: str = "",
-    fields: Sequence[str] = (), parts: Sequence[str] = (),
-  ):  # fmt: skip
+  def __init__(self, run_dir, val_sets: Sequence[str] = ("manual",), process: tuple[int, int] = (0, 1),
+               period: int = 20, fingerprint: str = "", objective: str = fmt.NEXT_TOKEN,
+               ledger: Sequence[str] = fmt.LEDGER, direction: str = "", fields: Sequence[str] = (),
+               parts: Sequence[str] = ()):  # fmt: skip
     if period < 1:
       raise ConfigError(f"period={period}: at least 1 step per score file")
     if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
@@ -157,12 +156,11 @@ class Writer:
     self.val_sets, self.ledger = tuple(val_sets), tuple(ledger)
     self.fields, self.parts = tuple(fields), tuple(parts)
     written = (*fmt.ROW_COLUMNS, *(fmt.step_dtype(len(self.val_sets), ledger).names or ()))
-    self._about = {
-      "schema_version": fmt.version_of(parts), "val_sets": self.val_sets, "objective": objective, "ledger": self.ledger,
-      "direction": direction, "fields": self.fields, **({"parts": self.parts} if parts else {}),
-      "process_index": self._process_index, "fingerprint": fingerprint,
-      "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
-    }  # fmt: skip
+    self._about = {"schema_version": fmt.version_of(parts), "val_sets": self.val_sets, "objective": objective,
+                   "ledger": self.ledger, "direction": direction, "fields": self.fields,
+                   **({"parts": self.parts} if parts else {}), "process_index": self._process_index,
+                   "fingerprint": fingerprint,
+                   "units": {name: text for name, text in fmt.units(ledger).items() if name in written}}  # fmt: skip
     self._last_step, self._num_steps, self._num_rows, self._restored = -1, 0, 0, False
     self._pending = self._new_interval()
 

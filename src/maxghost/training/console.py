@@ -83,10 +83,8 @@ class Console:
 def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> list[str]:
   """Sizes of model, batch and data, the mesh, and the run directory. scored: sizes of the scored parameters."""
   cfg, ghost = plan.cfg, plan.cfg.ghost
-  lines = [
-    *plan.lines(), f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
-    *(f"  {entry.line}" for entry in dataset.summary()), *(f"  {note}" for note in dataset.notes()),
-  ]  # fmt: skip
+  lines = [*plan.lines(), f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
+           *(f"  {entry.line}" for entry in dataset.summary()), *(f"  {note}" for note in dataset.notes())]  # fmt: skip
   if cfg.val_sets:
     share = sum(scored.values()) / plan.num_params
     sets = " and of ".join(f"'{name}'" for name in cfg.val_sets)

@@ -25,9 +25,8 @@ from maxghost.training import scoring
 GLOBAL, INNER, OUTER = "model", "inner_state", "outer_state"
 # Outputs of a step that are parts of the mean over slices; of the others not listed in `_JOIN` the mean is taken.
 _SHARED_OUT = ("contribution_BSK", "share_BS", "param_contribution", "token_contribution_KBT")
-_JOIN: dict[str, Callable] = {
-  "tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any, "max_logits_LH": np.max, "check_rel_err": np.max,
-}  # fmt: skip
+_JOIN: dict[str, Callable] = {"tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any,
+                              "max_logits_LH": np.max, "check_rel_err": np.max}  # fmt: skip
 
 
 class OuterState(nnx.OptState):

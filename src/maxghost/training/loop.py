@@ -69,11 +69,9 @@ class Hardware:
     """perf/* of one device, with MaxText's names, for a step of these seconds. Tokens include padding."""
     tokens, flops = self.rows * row_length // self.num_devices, self.flops.total / self.num_devices
     mfu = {"perf/mfu": flops / seconds / self.peak_flops} if self.peak_flops else {}
-    return {
-      "perf/step_time_seconds": seconds, "perf/per_device_tflops": flops / 1e12,
-      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds, "perf/per_device_tokens": tokens,
-      "perf/per_device_tokens_per_sec": tokens / seconds, **mfu,
-    }  # fmt: skip
+    return {"perf/step_time_seconds": seconds, "perf/per_device_tflops": flops / 1e12,
+            "perf/per_device_tflops_per_sec": flops / 1e12 / seconds, "perf/per_device_tokens": tokens,
+            "perf/per_device_tokens_per_sec": tokens / seconds, **mfu}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,11 +90,9 @@ class TrainingLoop:
   train state to a sampled text. rollouts: samples what the steps train on; None where that is read.
   """
 
-  def __init__(
-    self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
-    put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
-    sampler: Callable[[Any], str] | None = None, rollouts: Rollouts | None = None,
-  ):  # fmt: skip
+  def __init__(self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
+               put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
+               sampler: Callable[[Any], str] | None = None, rollouts: Rollouts | None = None):  # fmt: skip
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)

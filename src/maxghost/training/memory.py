@@ -25,10 +25,8 @@ from maxghost.training.scoring import excluded, scoring_spec
 Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
 # Keys that change neither the shapes nor the shardings of the train state.
-_OF_THE_STEP = {
-  "attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
-  "per_device_batch_size", "gradient_accumulation_steps", "max_target_length",
-}  # fmt: skip
+_OF_THE_STEP = {"attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
+                "per_device_batch_size", "gradient_accumulation_steps", "max_target_length"}  # fmt: skip
 # Numbers of arrays that exist at once while a layer's backward pass runs.
 LIVE_HIDDEN = 2  # of [N, D]: the layer's input and a cotangent
 LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch, if there are several: their product's cotangent

@@ -20,12 +20,10 @@ from maxghost.config import ConfigError, plugins
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
 # metric: scalar of the step's outputs, where it has it
-SCALARS = {
-  "learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning/param_norm": "param_norm",
-  "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
-  "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
-  "learning/mtp_loss": "mtp_loss",
-}  # fmt: skip
+SCALARS = {"learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning/param_norm": "param_norm",
+           "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
+           "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
+           "learning/mtp_loss": "mtp_loss"}  # fmt: skip
 SAMPLE = "sample/text"  # a text of the model, the only metric that is not a number
 
 

@@ -22,10 +22,8 @@ from maxghost.training.memory_report import MemoryEstimate
 from maxghost.training.outer import Outer
 
 # Dense bf16 FLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
-PEAK_FLOPS = {
-  "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "NVIDIA A100-SXM4-80GB": 312e12,
-  "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12,
-}  # fmt: skip
+PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
+              "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

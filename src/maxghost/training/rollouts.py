@@ -47,11 +47,10 @@ class Rollouts:
     rendering, eos = dataset.parts[0].rendering, dataset.tokenizer.eos_id
     self._stop_ids = ({eos} - {None}) | (rendering.end_ids() if rendering.template else set())
     rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps * layout.num_devices
-    self._generator = Generator(
-      nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1, stop_ids=sorted(self._stop_ids),
-      sampling=Sampling(self._keys.decode_sampling_temperature),
-      sharding=layout.rows(rows) if layout.num_devices > 1 else None,
-    )  # fmt: skip
+    self._generator = Generator(nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1,
+                                stop_ids=sorted(self._stop_ids),
+                                sampling=Sampling(self._keys.decode_sampling_temperature),
+                                sharding=layout.rows(rows) if layout.num_devices > 1 else None)  # fmt: skip
     self._log = MetricsLog(path / FILE)
     self._held: Fetched | None = None
 
@@ -149,13 +148,11 @@ class Rollouts:
     fills_BT = filled_BT[:, 1:]
     scale = weights_BT.sum() / (rows * keys.max_completion_length) if keys.grpo_loss_type == "dr_grpo" else 1.0
     place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
-    arrays = {
-      "inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
-      "inputs_position": place_BT, "targets_position": place_BT,
-      "inputs_segmentation": fills_BT, "targets_segmentation": fills_BT,
-      "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:], SCALES: np.full(rows, scale, np.float32),
-      ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32),
-    }  # fmt: skip
+    arrays = {"inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
+              "inputs_position": place_BT, "targets_position": place_BT, "inputs_segmentation": fills_BT,
+              "targets_segmentation": fills_BT, "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:],
+              SCALES: np.full(rows, scale, np.float32),
+              ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32)}  # fmt: skip
     documents_B1, generation_B1 = (x[:, None].astype(np.int64) for x in (drawn.document_BS[numbers, 0], generation_B))
     return Batch(arrays, documents_B1, generation_B1, drawn.epoch_B[numbers])
 
@@ -181,10 +178,9 @@ class Rollouts:
 
   def _metrics(self, found: Progress, by_name: dict, reward_B: np.ndarray) -> dict[str, float]:
     spread_P = reward_B.reshape(-1, self._keys.num_generations).std(1)
-    values = {
-      "reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1), "frac_reward_zero_std": (spread_P == 0).mean(),
-      "mean_length": found.counts_B.mean(), "clipped_ratio": (~found.done_B).mean(),
-    }  # fmt: skip
+    values = {"reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1),
+              "frac_reward_zero_std": (spread_P == 0).mean(), "mean_length": found.counts_B.mean(),
+              "clipped_ratio": (~found.done_B).mean()}  # fmt: skip
     values |= {f"reward/{name}": np.nanmean(value) for name, value in by_name.items() if not np.isnan(value).all()}
     return {f"rollout/{name}": float(value) for name, value in values.items()}
 

@@ -31,13 +31,12 @@ class ScoreLogError(RuntimeError):
 
 def open_recorder(cfg: Config, dataset, path: Path, slice_B: np.ndarray | None = None) -> "ScoreRecorder":
   """A recorder of this process's rows, in the run directory at `path`. slice_B: the slice of each row, with DiLoCo."""
-  writer = Writer(
-    path, tuple(cfg.data.validation_sets), process=(distributed.index(), distributed.count()),
-    period=cfg.ghost.ghost_log_period, fingerprint=dataset.fingerprint, objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
-    fields=(*dataset.source.fields, *(() if slice_B is None else ("slice",))),
-    parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
-  )  # fmt: skip
+  writer = Writer(path, tuple(cfg.data.validation_sets), process=(distributed.index(), distributed.count()),
+                  period=cfg.ghost.ghost_log_period, fingerprint=dataset.fingerprint, objective=cfg.optimizer.objective,
+                  ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
+                  direction=cfg.direction_name,
+                  fields=(*dataset.source.fields, *(() if slice_B is None else ("slice",))),
+                  parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts)  # fmt: skip
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
   folder = path / "ghost" / tokens.FOLDER
   return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, folder, reach_S, slice_B)
@@ -141,10 +140,8 @@ class ScoreRecorder:
   field.
   """
 
-  def __init__(
-    self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path,
-    reach_S: np.ndarray | None = None, slice_B: np.ndarray | None = None,
-  ):  # fmt: skip
+  def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path,
+               reach_S: np.ndarray | None = None, slice_B: np.ndarray | None = None):  # fmt: skip
     self._writer = writer
     self._reach_S, self._slice_B = reach_S, slice_B
     self._token_folder = token_folder

@@ -162,11 +162,9 @@ class Scorer:
       factor_BSK, slope_BSK = clipping
       return learning_rate * (place(factor_BSK) * score + place(slope_BSK) * own)
 
-    out = {
-      "val_loss": scored.val_loss, "score_dot_BSK": score_BSK * per_share_BS[..., None],
-      "contribution_BSK": credit(score_BSK, own_BS1), **of_slots, "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
-      "scored_ok": ok,
-    }  # fmt: skip
+    out = {"val_loss": scored.val_loss, "score_dot_BSK": score_BSK * per_share_BS[..., None],
+           "contribution_BSK": credit(score_BSK, own_BS1), **of_slots,
+           "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32), "scored_ok": ok}  # fmt: skip
     if clipping is not None:
       changed_BSK = (clipping[0] != clip_factor) | (clipping[1] != 0)  # a difference of products may round otherwise
       out["of_clipping"] = jnp.where(changed_BSK, out["contribution_BSK"] - score_BSK * scale, 0).sum((0, 1))
@@ -271,11 +269,9 @@ def make_scorer(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: in
   ghost, objective = cfg.ghost, create(cfg)
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
-  twin = prepare_twin(
-    model, micro, objective, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
-    spec=scoring_spec(cfg), exclude=excluded(cfg, model),
-    schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
-  )  # fmt: skip
+  twin = prepare_twin(model, micro, objective, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
+                      spec=scoring_spec(cfg), exclude=excluded(cfg, model), schedule=ghost.passes,
+                      num_val=ghost.ghost_val_batch_size)  # fmt: skip
   # The account divides the step along the path or into parts with the state held fixed, as its scores do; what marginal
   # scores leave of the path is in the direction residual.
   along = ghost.direction in plugins.OF_STEP

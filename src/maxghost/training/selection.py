@@ -102,11 +102,9 @@ class Selector(Scorer):
     pair_BB = None
     if self.sketch is not None:
       pair_BB = self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
-    chosen_B = choose(
-      ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), self.num_chosen,
-      jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
-      pair_BB=pair_BB,
-    )  # fmt: skip
+    chosen_B = choose(ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), self.num_chosen,
+                      jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
+                      pair_BB=pair_BB)  # fmt: skip
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
     # The validation gradient is made once for both passes.
     second = dataclasses.replace(problem, twin=self.twin, batch=picked, validation=first.validation)

@@ -40,11 +40,9 @@ class Session:
   memory. With several processes, the first one prints and writes common results.
   """
 
-  def __init__(
-    self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *, open_checkpoints: Callable,
-    open_trackers: Callable, open_parameters: Callable | None = None, force: bool = False,
-    open_teacher: Callable | None = None,
-  ):  # fmt: skip
+  def __init__(self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *,
+               open_checkpoints: Callable, open_trackers: Callable, open_parameters: Callable | None = None,
+               force: bool = False, open_teacher: Callable | None = None):  # fmt: skip
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
     self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers

@@ -38,11 +38,9 @@ class StoredGradient(nnx.Variable):
 class TrainStateNNX(nnx.Module):
   """Model, optimizer and the clipping factor of the previous step."""
 
-  def __init__(
-    self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *,
-    trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
-    reference_model: nnx.Module | None = None,
-  ):  # fmt: skip
+  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *,
+               trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
+               reference_model: nnx.Module | None = None):  # fmt: skip
     """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
 
     carries: see `carry`. reference_model: another model, which no step changes; it may share Variables of `model` that

@@ -64,11 +64,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       passed = scored.passed
     norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
-    out = {
-      "loss": passed.loss, "grad_norm": norm,
-      "param_norm": _norm(cfg, split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)),
-      "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor,
-    }  # fmt: skip
+    out = {"loss": passed.loss, "grad_norm": norm,
+           "param_norm": _norm(cfg, split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)),
+           "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor}  # fmt: skip
     out |= step_loss.reported(passed.loss, passed.metrics)
     columns = {}
     if scorer is not None:

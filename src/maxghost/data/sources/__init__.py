@@ -7,10 +7,8 @@ from maxghost.data.sources.files import expand
 
 _BUILT_IN_CAP = 2_000_000  # bytes per domain of stdlib and synthetic, unless dataset_domain_bytes says otherwise
 # Keys that only some types read. A key set for another type is refused, not ignored.
-_READ_BY = {
-  "dataset_files": ("text", "grain", "hf", "tfds"), "dataset_path": ("tfds",),
-  "document_fields": ("text", "grain", "hf", "tfds"),
-}  # fmt: skip
+_READ_BY = {"dataset_files": ("text", "grain", "hf", "tfds"), "dataset_path": ("tfds",),
+            "document_fields": ("text", "grain", "hf", "tfds")}  # fmt: skip
 
 
 def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:

@@ -11,9 +11,8 @@ from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import check_known
 
 # By dataset_type.
-_EXAMPLES = {
-  "text": "/data/wiki/**/*.jsonl", "hf": "/data/wiki", "grain": "/data/wiki/*.array_record", "tfds": "lm1b:1.1.0",
-}  # fmt: skip
+_EXAMPLES = {"text": "/data/wiki/**/*.jsonl", "hf": "/data/wiki", "grain": "/data/wiki/*.array_record",
+             "tfds": "lm1b:1.1.0"}  # fmt: skip
 _SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that go into its fingerprint
 
 

@@ -53,10 +53,9 @@ class RecordSource(Source):
   index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts.
   """
 
-  def __init__(
-    self, shards: Sequence[Shard], notes: Sequence[str] = (), index: tuple[np.ndarray, np.ndarray] | None = None,
-    exact: bool = False, fields: Sequence[str] = (),
-  ):  # fmt: skip
+  def __init__(self, shards: Sequence[Shard], notes: Sequence[str] = (),
+               index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False,
+               fields: Sequence[str] = ()):  # fmt: skip
     self.domains = tuple(dict.fromkeys(shard.domain for shard in shards))
     self.notes = tuple(notes)
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
