@@ -21,11 +21,9 @@ from maxghost.data.sources.base import import_package
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
 SPECIAL_WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SPECIALS = {
-  "bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
-  "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
-  "pad_token": ("<|pad|>", "<pad>", "[PAD]"),
-}
+_SPECIALS = {"bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
+             "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
+             "pad_token": ("<|pad|>", "<pad>", "[PAD]")}  # fmt: skip
 
 
 class Tokenizer:
@@ -257,11 +255,9 @@ class TiktokenTokenizer(Tokenizer):
     return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=threads)]
 
 
-_KINDS = {
-  HUGGINGFACE: (HuggingFaceTokenizer, "a tokenizer.json or its folder"),
-  SENTENCEPIECE: (SentencePieceTokenizer, "a SentencePiece model file (*.model)"),
-  TIKTOKEN: (TiktokenTokenizer, "the name of an encoding such as o200k_base, or a .tiktoken file"),
-}
+_KINDS = {HUGGINGFACE: (HuggingFaceTokenizer, "a tokenizer.json or its folder"),
+          SENTENCEPIECE: (SentencePieceTokenizer, "a SentencePiece model file (*.model)"),
+          TIKTOKEN: (TiktokenTokenizer, "the name of an encoding such as o200k_base, or a .tiktoken file")}  # fmt: skip
 # How Llama 3 splits text before its merges, as its published tokenizer configuration states it.
 _LLAMA3_SPLIT = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

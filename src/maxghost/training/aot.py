@@ -92,13 +92,10 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
     return lines if have is None else [*lines, *shortage(plan.memory, have)], False
   memory = compiled.executable.memory_analysis()
   need = sum(compiled_sizes(memory).values())
-  parts = {
-    **{row.name: row.bytes for row in plan.memory.resident},
-    "temporaries": memory.temp_size_in_bytes,
-    "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-    "program": memory.generated_code_size_in_bytes,
-    "padding of arguments": max(memory.argument_size_in_bytes - plan.memory.arguments, 0),
-  }
+  parts = {**{row.name: row.bytes for row in plan.memory.resident}, "temporaries": memory.temp_size_in_bytes,
+           "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+           "program": memory.generated_code_size_in_bytes,
+           "padding of arguments": max(memory.argument_size_in_bytes - plan.memory.arguments, 0)}  # fmt: skip
   lines = [f"compiled in {compiled.seconds:.1f} s", "memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
   lines.append(f"  {'total':<34}{need / 1e9:10.3f} GB")

@@ -127,9 +127,8 @@ def build(plan: Plan) -> Program:
   return Program(futures, scored, apart)
 
 
-def lower(
-  name: str, function: Callable, layout: shardings.Layout, *arguments, out_shardings: Any = None
-) -> jax.stages.Lowered:
+def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,
+          out_shardings: Any = None) -> jax.stages.Lowered:  # fmt: skip
   """Lowers a function. A step donates its state, and returns it with the same shardings."""
   options: dict[str, Any] = {"out_shardings": out_shardings}
   if name in ("train_step", "plain_step") or name.startswith(outer.OUTER_STEP):

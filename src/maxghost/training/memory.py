@@ -38,9 +38,8 @@ EXPERTS = "exp"  # the logical axis that numbers experts
 PARAMETERS, OTHER, OUTER = "parameters", "other state", "state of the outer step"
 
 
-def estimate(
-  cfg: config.Config, layout: Layout | None = None, split: state.Split | None = None, build=state.abstract_split
-) -> MemoryEstimate:
+def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Split | None = None,
+             build=state.abstract_split) -> MemoryEstimate:  # fmt: skip
   """Bytes per device of a train step of layout's devices (None: one). split: result of `build`. Raises ConfigError."""
   layout = layout or Layout.of(config.ParallelConfig(), jax.devices()[:1])
   states: dict[str, PlacedState] = {}
@@ -367,11 +366,9 @@ class Step:
     hidden = [Tensor((n, d), c, "last hidden states", 2)]
     if tiles > 1 and m.vocab_tiling_axis == "vocab":
       # The blocks are interleaved, so the table is transposed to cut them, and their gradients to join them.
-      head += [
-        Tensor(table.shape, c, f"blocks of the output table (num_vocab_tiling={tiles})"),
-        Tensor(table.shape, table.dtype, "their gradients"),
-        Tensor(table.shape, table.dtype, "a table half turned around"),
-      ]
+      head += [Tensor(table.shape, c, f"blocks of the output table (num_vocab_tiling={tiles})"),
+               Tensor(table.shape, table.dtype, "their gradients"),
+               Tensor(table.shape, table.dtype, "a table half turned around")]  # fmt: skip
       hidden = [Tensor((n, d), c, "last hidden states"), Tensor((n, d), wide, "sum of their gradient over the blocks")]
     elif tiles > 1 and table.dtype != wide:
       head.append(Tensor(table.shape, wide, "sum of the output table's gradient over the tiles"))
@@ -410,11 +407,9 @@ class Step:
     # In turn, the training gradients replace the first set's gradients of a segment, and are counted elsewhere.
     gradients = (sets - 1) * inner if self.in_turn else 2 * sets
     why = "validation gradients of layers, until their training rows are done"
-    tensors = [
-      Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),
-      Tensor((gradients, device.layer), self.weight, why),
-      Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
-    ]
+    tensors = [Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),
+               Tensor((gradients, device.layer), self.weight, why),
+               Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows")]  # fmt: skip
     if self.ghost.curvature == "secant":
       held = device.elements(False if self.streams else None)
       tensors.append(Tensor((sets, held), self.weight, "validation gradients for the next step"))

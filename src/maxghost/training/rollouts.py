@@ -160,19 +160,15 @@ class Rollouts:
     """The prompts of a line of rollouts.jsonl."""
     size = self._keys.num_generations
     answers = [
-      {
-        "text": text, "tokens": int(found.counts_B[i]), "ended": bool(found.done_B[i]),
-        "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
-        "reward": float(reward_B[i]), "advantage": float(advantage_B[i]),
-      }
+      {"text": text, "tokens": int(found.counts_B[i]), "ended": bool(found.done_B[i]),
+       "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
+       "reward": float(reward_B[i]), "advantage": float(advantage_B[i])}
       for i, text in enumerate(texts)
     ]  # fmt: skip
     return [
-      {
-        "document": list(self._dataset.document_id(int(drawn.document_BS[p, 0]))), "epoch": int(drawn.epoch_B[p]),
-        "prompt": prompt, **{name: values[p] for name, values in columns_P.items()},
-        "answers": answers[p * size : (p + 1) * size],
-      }
+      {"document": list(self._dataset.document_id(int(drawn.document_BS[p, 0]))), "epoch": int(drawn.epoch_B[p]),
+       "prompt": prompt, **{name: values[p] for name, values in columns_P.items()},
+       "answers": answers[p * size : (p + 1) * size]}
       for p, prompt in enumerate(prompts_P)
     ]  # fmt: skip
 

@@ -27,13 +27,10 @@ LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # Keys that change output, saving or devices, but never a batch or the values computed from it. per_device_batch_size
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
-  {
-    *(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
-    "per_device_batch_size", "log_period",
-    "eval_interval", "eval_steps", "sample_every", "sample_prompt", "enable_tensorboard", "jax_cache_dir",
-    "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
-    "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
-  }
+  {*(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
+   "per_device_batch_size", "log_period", "eval_interval", "eval_steps", "sample_every", "sample_prompt",
+   "enable_tensorboard", "jax_cache_dir", "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
+   "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing"}
 )  # fmt: skip
 
 

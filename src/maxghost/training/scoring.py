@@ -64,10 +64,8 @@ class Scorer:
       scored=tuple(p.label for p in self.twin.scored), rule=optimizers.direction_rule(optimizer, ghost.direction),
       state=state, second_order=ghost.curvature == "hessian",
       update=lambda grads: self._update(train_state, grads, state), validation=stored, secant=secant, account=self.rule,
-      settings=Settings(
-        num_micro=optimizer.gradient_accumulation_steps, segment_lengths=model.stacked_segments,
-        remat_policy=model.remat_policy, carries_on_host="carries" in model.offload_to_host, in_turn=True,
-      ),
+      settings=Settings(num_micro=optimizer.gradient_accumulation_steps, remat_policy=model.remat_policy, in_turn=True,
+                        segment_lengths=model.stacked_segments, carries_on_host="carries" in model.offload_to_host),
     )  # fmt: skip
 
   def _earlier(self, train_state: TrainStateNNX, params: dict) -> tuple[Stored | None, Secant | None]:

@@ -16,10 +16,8 @@ from maxghost.data.types import Document, DocumentId
 T = TypeVar("T")
 _REPAIR = "repair or remove it, or use on_corrupt=skip"
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
-COLUMNS = {
-  "conversations": ("messages", "prompt", "completion", "tools"),
-  "pairs": ("prompt", "chosen", "rejected", "tools", *REFERENCE_COLUMNS),
-}
+COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools"),
+           "pairs": ("prompt", "chosen", "rejected", "tools", *REFERENCE_COLUMNS)}  # fmt: skip
 
 
 class Kept(tuple[str, ...]):
@@ -100,9 +98,8 @@ def left_out(error: CorruptError, on_corrupt: str) -> str:
   return f"left out: {error}"
 
 
-def read_or_skip(
-  read: Callable[[np.ndarray], Iterable[T]], indices: np.ndarray, on_corrupt: str = "skip", fix: str = _REPAIR
-) -> list[T | None]:
+def read_or_skip(read: Callable[[np.ndarray], Iterable[T]], indices: np.ndarray, on_corrupt: str = "skip",
+                 fix: str = _REPAIR) -> list[T | None]:  # fmt: skip
   """The results of `read`, one for each index; None for a corrupt one. With on_corrupt=error ConfigError names it."""
   try:
     return [*read(indices)]
