@@ -122,11 +122,9 @@ class Dataset:
     return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
-    """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end.
-
-    A function of the arguments and the configuration. domain: default that of the first validation set. Raises
-    ConfigError when the domain has no held-out documents.
-    """
+    """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end. A function
+    of the arguments and the configuration. domain: default that of the first validation set. Raises ConfigError when
+    the domain has no held-out documents."""
     rows = self.validation_rows(domain)
     num_rows //= 1 if rows.partner is None else 2  # a pair makes two rows of a batch
     numbers = (index * num_rows + np.arange(num_rows)).tolist()

@@ -16,9 +16,7 @@ _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 class Cursor:
   """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead.
-
-  counts: to which those of each window that is begun are added.
-  """
+  counts: to which those of each window that is begun are added."""
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
     self._stream, self._lane, self._workers, self._counts = stream, lane, workers, counts
@@ -73,10 +71,8 @@ class Cursor:
 
 class TrainIterator(Iterator[Batch]):
   """Batches of one shard of the global batch, whose rows come from the lanes in order, the same number from each.
-
   Concatenated, the shards' batches are the batch of a single process. `counts` sums what was read so far (documents,
-  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began.
-  """
+  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began."""
 
   def __init__(self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
                rows: tuple[int, int], num_workers: int):  # fmt: skip
@@ -157,10 +153,8 @@ class TrainIterator(Iterator[Batch]):
     return {**self._identity, "batches": self._batches, "lanes": lanes}
 
   def restore(self, state: dict) -> None:
-    """Continues from a `state()` of the same data and settings, saved with any number of shards.
-
-    Raises ConfigError where the data changed (naming the files), or the state lacks a lane of this process.
-    """
+    """Continues from a `state()` of the same data and settings, saved with any number of shards. Raises ConfigError
+    where the data changed (naming the files), or the state lacks a lane of this process."""
     if state.get("version") != _STATE_VERSION:
       raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
     if state["fingerprint"] != self._identity["fingerprint"]:

@@ -27,11 +27,9 @@ _SPECIALS = {"bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|st
 
 
 class Tokenizer:
-  """Converts documents to token ids and back. Is pickled by the path of its file.
-
-  byte_table: uint8 or int32[V], source bytes of each id; decoding is then exact. None for a tokenizer that normalizes
-  text, whose `encode_bytes` gives them token by token.
-  """
+  """Converts documents to token ids and back. Is pickled by the path of its file. byte_table: uint8 or int32[V], source
+  bytes of each id; decoding is then exact. None for a tokenizer that normalizes text, whose `encode_bytes` gives them
+  token by token."""
 
   name: str
   path: Path | None = None  # of its file
@@ -220,11 +218,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-  """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks.
-
-  With a file of ranks, text is split as in Llama 3, and the begin and end tokens follow the ranks. A `*.encoding.json`,
-  as a run saves it, names its file of ranks and also holds the splitting rule and special tokens.
-  """
+  """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks. With a file of
+  ranks, text is split as in Llama 3, and the begin and end tokens follow the ranks. A `*.encoding.json`, as a run saves
+  it, names its file of ranks and also holds the splitting rule and special tokens."""
 
   def __init__(self, path: str):
     tiktoken = import_package("tiktoken", "tokenizer_type=tiktoken")

@@ -133,11 +133,9 @@ def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 class Order:
-  """The units of an epoch by position, in a new order each epoch.
-
-  parts: units, each part sorted by number. repeats: how often an epoch goes through each part; 1.5 reads all, and a
-  random half again, a new one each epoch. None: each unit of the only part once.
-  """
+  """The units of an epoch by position, in a new order each epoch. parts: units, each part sorted by number. repeats:
+  how often an epoch goes through each part; 1.5 reads all, and a random half again, a new one each epoch. None: each
+  unit of the only part once."""
 
   def __init__(self, parts: Sequence[np.ndarray | range], seed: int, repeats: Sequence[float] | None = None):
     self._parts, self._seed, self._once = parts, seed, repeats is None
@@ -163,11 +161,9 @@ class Order:
 
 
 def row_domains(weights: Sequence[float], seed: int, lane: int, first: int, count: int) -> np.ndarray:
-  """int64[count]: domain numbers of the rows first, first + 1, ... of a lane in a mixture.
-
-  The domains divide [0, 1) by weight, and the rows visit it in steps of the golden ratio: after n rows, a domain of
-  weight w has had n w rows within a few (Weyl 1916).
-  """
+  """int64[count]: domain numbers of the rows first, first + 1, ... of a lane in a mixture. The domains divide [0, 1) by
+  weight, and the rows visit it in steps of the golden ratio: after n rows, a domain of weight w has had n w rows within
+  a few (Weyl 1916)."""
   ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
   with np.errstate(over="ignore"):
     steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * GOLDEN
@@ -177,9 +173,7 @@ def row_domains(weights: Sequence[float], seed: int, lane: int, first: int, coun
 
 class Windows:
   """The windows of every lane of one stream: of all the data, or of a domain. The stream's name enters its seeds.
-
-  order: the stream's units by position. window_bytes: approximate text of a window.
-  """
+  order: the stream's units by position. window_bytes: approximate text of a window."""
 
   def __init__(self, units: Units, order: Order, *, name: str, seed: int, num_lanes: int, window_bytes: int):
     self.units, self._order = units, order

@@ -105,10 +105,8 @@ def frame(library: str, columns: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Modules:
-  """Contribution in nats by module, layer and domain: contribution_SMLDK f32 over the S steps of `steps`.
-
-  A module outside the layer stack has its value in layer 0 and NaN in the others.
-  """
+  """Contribution in nats by module, layer and domain: contribution_SMLDK f32 over the S steps of `steps`. A module
+  outside the layer stack has its value in layer 0 and NaN in the others."""
 
   names: tuple[str, ...]
   domains: tuple[str, ...]

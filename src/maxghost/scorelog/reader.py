@@ -112,11 +112,9 @@ def _unread(folder: Path) -> list[str]:
 
 
 class ScoreLog:
-  """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S].
-
-  val_sets, objective: of all files. parts: of a row, each with a column contribution_<part>. ledger: columns of the
-  predicted drop. columns: of the rows, with the fields of the documents behind. messages: sentences for the reader.
-  """
+  """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S]. val_sets,
+  objective: of all files. parts: of a row, each with a column contribution_<part>. ledger: columns of the predicted
+  drop. columns: of the rows, with the fields of the documents behind. messages: sentences for the reader."""
 
   def __init__(self, run_dir: Path, shards: list[Shard], accept_lost_rows: bool):
     self.run_dir, self.shards, self.accept_lost_rows = run_dir, shards, accept_lost_rows
@@ -174,10 +172,8 @@ class ScoreLog:
     return bool(np.isfinite(self.steps["learning_rate_in_all"]).any())
 
   def in_all(self, rows: np.ndarray) -> np.ndarray:
-    """f64[N, K]: contributions with what momentum does with the gradients of `rows` later; NaN where unknown.
-
-    In steps with learning rate 0 the product is formed from `dot`, since the contribution is 0 there.
-    """
+    """f64[N, K]: contributions with what momentum does with the gradients of `rows` later; NaN where unknown. In steps
+    with learning rate 0 the product is formed from `dot`, since the contribution is 0 there."""
     steps = self.steps
     place_N = np.searchsorted(steps["step"], rows["step"])
     rate_S, reach_S = steps["learning_rate"], steps["learning_rate_in_all"]

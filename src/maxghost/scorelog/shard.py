@@ -42,11 +42,9 @@ class DamagedShard(ConfigError):
 def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], steps: np.ndarray,
                 modules: fmt.Modules | None, rows: np.ndarray | Iterable[np.ndarray],
                 num_rows: int | None = None) -> None:  # fmt: skip
-  """Writes one file, whole or not at all.
-
-  meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point
-  into `tables`: of domain, path and the fields that the header names. steps: records of `format.step_dtype`.
-  """
+  """Writes one file, whole or not at all. meta: the header. rows: records of `format.row_dtype`, one array or blocks
+  with `num_rows` rows together; they point into `tables`: of domain, path and the fields that the header names. steps:
+  records of `format.step_dtype`."""
   blocks, num_rows = ([rows], len(rows)) if isinstance(rows, np.ndarray) else (rows, num_rows)
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
   members |= {f"{name}_table": _strings(texts) for name, texts in tables.items()} | {"steps": steps}
@@ -104,11 +102,9 @@ def _check_seal(path: Path) -> None:
 
 
 class Shard:
-  """One opened file whose checksum was compared: its header in memory, tables and rows read on demand.
-
-  before, after: steps and rows of the process in front of the file, and up to its end. Raises DamagedShard for a file
-  that is not whole, ConfigError for one of another schema, FileNotFoundError.
-  """
+  """One opened file whose checksum was compared: its header in memory, tables and rows read on demand. before, after:
+  steps and rows of the process in front of the file, and up to its end. Raises DamagedShard for a file that is not
+  whole, ConfigError for one of another schema, FileNotFoundError."""
 
   def __init__(self, path: Path):
     self.path = path

@@ -38,19 +38,15 @@ class Compiled:
     return collectives.read(self.hlo, dict(layout.mesh.shape), tuple(axis for axis, size in dcn.items() if size > 1))
 
   def save(self, path: Path) -> int:
-    """Pickles the serialized executable; returns its size in bytes.
-
-    JAX's `serialize_executable.deserialize_and_load(*pickle.load(file))` loads it, on these devices and versions.
-    """
+    """Pickles the serialized executable; returns its size in bytes. JAX's
+    `serialize_executable.deserialize_and_load(*pickle.load(file))` loads it, on these devices and versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.write_bytes(pickle.dumps(serialize_executable.serialize(self.executable)))
 
 
 def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = None) -> Compiled:
-  """Compiles the step; a step that is too large for the memory is not an error.
-
-  options: further compiler options. folder: keeps the texts of the TPU compiler. Raises as `train_step`.
-  """
+  """Compiles the step; a step that is too large for the memory is not an error. options: further compiler options.
+  folder: keeps the texts of the TPU compiler. Raises as `train_step`."""
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
   platform = plan.layout.platform
   begin = time.perf_counter()

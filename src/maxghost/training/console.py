@@ -17,11 +17,9 @@ MAX_STEP_LINE = 120  # characters; metrics.jsonl has what does not fit, and all 
 
 
 def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
-  """MaxText's step line in short, then as much of ghost's part as fits, for the first validation set.
-
-  `drop`: by how much the step lowered the validation loss; then the predicted part of the domains that moved it most.
-  Values that the step did not measure are left out.
-  """
+  """MaxText's step line in short, then as much of ghost's part as fits, for the first validation set. `drop`: by how
+  much the step lowered the validation loss; then the predicted part of the domains that moved it most. Values that the
+  step did not measure are left out."""
   line = f"completed step: {record['step']}, seconds: {record['perf/step_time_seconds']:.3f}"
   line += f", Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.0f}, loss: {record['learning/loss']:.3f}"
   if "rollout/reward" in record:

@@ -137,11 +137,9 @@ class Diloco:
     return lambda whole, val_batches: mapped(self._inner(whole), val_batches)
 
   def to_host(self, out: Mapping[str, Any]) -> dict[str, Any]:
-    """Host copies of outputs: rows as `scoring.to_host`; of all others, one value for the slices of all processes.
-
-    It is the mean over slices, or what `_JOIN` says. diloco/loss/<r>: the loss of slice r. Values on the host are
-    returned as they are. Every process must call it in the same order.
-    """
+    """Host copies of outputs: rows as `scoring.to_host`; of all others, one value for the slices of all processes. It
+    is the mean over slices, or what `_JOIN` says. diloco/loss/<r>: the loss of slice r. Values on the host are returned
+    as they are. Every process must call it in the same order."""
     by_row = {name: x for name, x in out.items() if name in scoring.ROW_AXIS}
     rest = {name: x for name, x in out.items() if name not in by_row}
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(rest)):
@@ -167,9 +165,7 @@ class Diloco:
 
   def at_global(self, function: Callable, whole: nnx.State, batches, axis: int | None = None):
     """function(train state of a slice with the global parameters, batches) in every slice, so that none sends them.
-
-    axis: of the slices in batches; None: all slices have the same.
-    """
+    axis: of the slices in batches; None: all slices have the same."""
     flat, copies = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}
     for path, v in nnx.to_flat_state(self.state):
       if path[:2] == (INNER, GLOBAL) and v.shape != flat[path[1:]].shape:

@@ -98,10 +98,8 @@ def _squares(x):
 
 def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: Callable, segment_length: int) -> None:
   """`optimizer.update(model, scaled grads)` for an optimizer `by_segment`, stacked leaves one segment at a time.
-
-  Weights, gradients and moments of a segment are fetched to the device, updated, and returned to their memory.
-  grads: State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf.
-  """
+  Weights, gradients and moments of a segment are fetched to the device, updated, and returned to their memory. grads:
+  State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf."""
   variables = nnx.state(model, optimizer.wrt)
   layers = {path: v.get_value().shape[0] if is_stacked(v) else 0 for path, v in nnx.to_flat_state(variables)}
   trees = nnx.as_pure(variables), nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)

@@ -37,9 +37,7 @@ from maxghost.training.state import Position, carry, to_save
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sinks:
   """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
-
-  by_domain: a `DomainSums`; unlike `scores` it is there in every process.
-  """
+  by_domain: a `DomainSums`; unlike `scores` it is there in every process."""
 
   console: Console
   metrics: MetricsLog | None
@@ -84,11 +82,9 @@ class Outcome:
 
 
 class TrainingLoop:
-  """Runs the steps of a run from a position to its end, or to a signal.
-
-  put: sends a dict of host arrays of validation rows, which all processes have alike, to the devices. sampler: maps the
-  train state to a sampled text. rollouts: samples what the steps train on; None where that is read.
-  """
+  """Runs the steps of a run from a position to its end, or to a signal. put: sends a dict of host arrays of validation
+  rows, which all processes have alike, to the devices. sampler: maps the train state to a sampled text. rollouts:
+  samples what the steps train on; None where that is read."""
 
   def __init__(self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
                put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
@@ -104,11 +100,9 @@ class TrainingLoop:
     self._stop = distributed.StopFlag()
 
   def run(self, state, position: Position, prefetcher: Prefetcher) -> Outcome:
-    """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise.
-
-    When this returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The
-    last record of metrics.jsonl is written after everything else, so it marks a complete run.
-    """
+    """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise. When this
+    returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The last
+    record of metrics.jsonl is written after everything else, so it marks a complete run."""
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
     self._closing: dict[str, Any] | None = position.closing  # of the last step, if an outer step came after it

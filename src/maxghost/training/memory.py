@@ -70,11 +70,9 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """One Variable of the train state.
-
-  row: of the table. whole: its shape. shape: of the part on this device. gathered: number of elements when a layer uses
-  it, gathered along the mesh axes that split the batch. frozen: it is below adapters, without gradient.
-  """
+  """One Variable of the train state. row: of the table. whole: its shape. shape: of the part on this device. gathered:
+  number of elements when a layer uses it, gathered along the mesh axes that split the batch. frozen: it is below
+  adapters, without gradient."""
 
   row: str
   label: str

@@ -172,10 +172,8 @@ def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
 
 
 def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
-  """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until it fits.
-
-  Each saves at least two percent. Settings that later ones make unnecessary are left out.
-  """
+  """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until it fits. Each saves
+  at least two percent. Settings that later ones make unnecessary are left out."""
   taken: dict[tuple[str, ...], tuple[dict, str]] = {}  # by name: a later value replaces an earlier one
   current = estimate
   while current.total > capacity_bytes:

@@ -44,10 +44,8 @@ def _perplexity(loss: float) -> float:
 
 def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") -> dict[str, float]:
   """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
-
   moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
-  multiple of an equal share. Outputs with a slash in their names, such as rewards/chosen, are the objective's own.
-  """
+  multiple of an equal share. Outputs with a slash in their names, such as rewards/chosen, are the objective's own."""
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
   record |= {name: float(value) for name, value in outputs.items() if "/" in name}
   if plugins.OBJECTIVES[objective].perplexity:
@@ -104,10 +102,8 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token")
 
 
 class MetricsLog:
-  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk.
-
-  checksum: CRC-32 of what was written since `restore`, and before.
-  """
+  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk. checksum:
+  CRC-32 of what was written since `restore`, and before."""
 
   def __init__(self, path: Path):
     self._path, self.checksum = path, 0

@@ -61,11 +61,8 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters.
-
-  teacher: of a frozen second model that is another than the run's. apart: the slices of a run with DiLoCo, whose state
-  this is.
-  """
+  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters. teacher: of
+  a frozen second model that is another than the run's. apart: the slices of a run with DiLoCo, whose state this is."""
 
   cfg: Config
   layout: Layout

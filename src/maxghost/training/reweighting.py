@@ -26,11 +26,9 @@ LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD 
 
 
 class Reweighter:
-  """Watches the scores of each step and schedules changes of the mixture.
-
-  shares: {domain: share of the rows} to start from. reader: has `mixture_domains` and `schedule_mixture(changes)`.
-  document_id: (domain, path, offset) of a document by its index. Raises ConfigError for a floor that exceeds 1 / D.
-  """
+  """Watches the scores of each step and schedules changes of the mixture. shares: {domain: share of the rows} to start
+  from. reader: has `mixture_domains` and `schedule_mixture(changes)`. document_id: (domain, path, offset) of a document
+  by its index. Raises ConfigError for a floor that exceeds 1 / D."""
 
   def __init__(self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable):
     self._reader, self._names = reader, tuple(reader.mixture_domains)

@@ -36,10 +36,8 @@ _OF_BATCH = ("document_BS", "offset_BS", "epoch_B")  # fields of a Batch beside 
 
 
 class Rollouts:
-  """Samples answers for the loop. dataset: of conversations, one to a row; `path` is the run directory.
-
-  Raises ConfigError for a reward function that does not exist.
-  """
+  """Samples answers for the loop. dataset: of conversations, one to a row; `path` is the run directory. Raises
+  ConfigError for a reward function that does not exist."""
 
   def __init__(self, cfg: Config, dataset, layout: Layout, path: Path):
     self._cfg, self._keys, self._dataset, self._layout = cfg, cfg.rollout, dataset, layout

@@ -45,11 +45,9 @@ class Existing:
 
 
 def inspect(cfg: Config) -> Existing:
-  """Reads the run's directory and checks that this command may use it. Writes nothing.
-
-  Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
-  keys that may not change (all are named).
-  """
+  """Reads the run's directory and checks that this command may use it. Writes nothing. Raises ConfigError if the place
+  is not writable, holds something that is not a run, or a run whose config differs in keys that may not change (all are
+  named)."""
   folder = cfg.run.base_output_directory
   if "://" in folder:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
@@ -83,10 +81,8 @@ def has_checkpoint(existing: Existing) -> bool:
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure.
-
-  Returns the lock; closing it, or the end of the process, releases the directory.
-  """
+  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure. Returns the
+  lock; closing it, or the end of the process, releases the directory."""
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)

@@ -51,11 +51,9 @@ def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, 
 
 
 def scored_rows(outputs: Mapping, batch, parts: Sequence[str] = ()) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """(columns of the U scored units, their document indices).
-
-  Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss. parts: names
-  of the adjacent rows of a unit, each of which has a column with its part of the contribution.
-  """
+  """(columns of the U scored units, their document indices). Tokens, shares and contributions of a unit's slots are
+  summed; loss and dot are of the unit's mean loss. parts: names of the adjacent rows of a unit, each of which has a
+  column with its part of the contribution."""
   scored_BS, first_U, unit_N = scored_units(outputs, batch)
   slots = {name: outputs[array] for name, array in COLUMNS.items() if array in outputs}
   slots |= {"chunk": batch.offset_BS, "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape)}
@@ -106,11 +104,8 @@ def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence]
 
 
 class DomainSums:
-  """The contributions of each step by domain, over the rows of all processes.
-
-  document: (domain, ...) of a document by its index. writes: whether this process adds
-  these rows; another may have them too.
-  """
+  """The contributions of each step by domain, over the rows of all processes. document: (domain, ...) of a document by
+  its index. writes: whether this process adds these rows; another may have them too."""
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
     self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
@@ -118,10 +113,8 @@ class DomainSums:
     self._exchange = distributed.Exchange()
 
   def __call__(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
-    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}.
-
-    Empty for a step without scores. Every process must call it in every step that has scores.
-    """
+    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}. Empty for a
+    step without scores. Every process must call it in every step that has scores."""
     if not outputs["scored_ok"]:
       return dict
     scored_BS = scored_units(outputs, batch)[0] & self._writes
@@ -152,11 +145,8 @@ class ScoreRecorder:
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
-    """Records one step.
-
-    outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted, f32[K], of the
-    step before; None for the first step. batch: the one trained on.
-    """
+    """Records one step. outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted,
+    f32[K], of the step before; None for the first step. batch: the one trained on."""
     self._raise_error()
     if len(self._waiting) == QUEUE_LENGTH:
       self._waiting[0].result()

@@ -41,10 +41,8 @@ def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-  """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`.
-
-  loss: the objective of the units. train_graphdef: of the whole train state. num_slots: S.
-  """
+  """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`. loss: the
+  objective of the units. train_graphdef: of the whole train state. num_slots: S."""
 
   cfg: Config
   loss: Objective
@@ -191,10 +189,8 @@ class Scorer:
 
   def _clipping(self, scored: Scored, score_BSK, own_BS1, norm) -> tuple[jax.Array, jax.Array]:
     """([B, S, K], [B, S, K]): what each slot's scores, and its scores along the batch gradient g, are multiplied with.
-
     They give `factor_without` of the slot: c_i <u, g_i> + (c - c_i) <u, g>, where the second term is divided among the
-    parts of g_i by their part of <g, g_i>. norm: |g|.
-    """
+    parts of g_i by their part of <g, g_i>. norm: |g|."""
     inverse = jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1), 0)
     if self.cfg.optimizer.gradient_accumulation_steps > 1:
       # <g, g_i> of micro-batches is along their own gradients: its sum is not |g|², which is known.
@@ -207,11 +203,9 @@ class Scorer:
     return factor_BSK, slope_BS1 * inverse * inverse * score_BSK.sum((0, 1), keepdims=True)
 
   def slots(self, batch, losses_BT, weights_BT) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(used_BTS, target_BTS, per_share_BS, the outputs share_BS, tokens_BS and loss_BS) of a batch's slots.
-
-    used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets. per_share_BS: 1 / share
-    of the batch loss, 0 for share 0.
-    """
+    """(used_BTS, target_BTS, per_share_BS, the outputs share_BS, tokens_BS and loss_BS) of a batch's slots. used_BTS,
+    target_BTS: 1 where a position is used in a slot, or predicts one of its targets. per_share_BS: 1 / share of the
+    batch loss, 0 for share 0."""
     dtype = jnp.promote_types(losses_BT.dtype, jnp.float32)
     used_BT, target_BT = self.loss.units(batch)
     used_BTS = jax.nn.one_hot(used_BT - 1, self.num_slots, dtype=dtype)

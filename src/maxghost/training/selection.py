@@ -68,11 +68,9 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selected(Scored):
-  """The scored pass of the chosen rows, after that of all candidates.
-
-  index_k: indices of the chosen rows among the candidates, ascending; None if all rows are kept and the targets of
-  others are masked. chosen_B: bool. candidates: the candidate pass. batch: the chosen rows.
-  """
+  """The scored pass of the chosen rows, after that of all candidates. index_k: indices of the chosen rows among the
+  candidates, ascending; None if all rows are kept and the targets of others are masked. chosen_B: bool. candidates: the
+  candidate pass. batch: the chosen rows."""
 
   batch: dict
   index_k: jax.Array | None
@@ -83,9 +81,7 @@ class Selected(Scored):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selector(Scorer):
   """A Scorer of the chosen rows: it scores all rows of the batch, then scores the chosen ones and trains on them.
-
-  candidates: the scorer of all rows. sketch: another twin of all rows, for ghost_select=greats.
-  """
+  candidates: the scorer of all rows. sketch: another twin of all rows, for ghost_select=greats."""
 
   candidates: Scorer
   sketch: Twin | None
@@ -111,10 +107,8 @@ class Selector(Scorer):
     return Selected(**vars(schedules.score(second)), batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
 
   def outputs(self, scored: Selected, batch, learning_rate, norm, clip_factor) -> dict:
-    """As `Scorer.outputs`, for all candidates, with chosen_B bool.
-
-    Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
-    """
+    """As `Scorer.outputs`, for all candidates, with chosen_B bool. Rows that were not chosen have contribution 0, and
+    the dot product, loss and tokens of the candidate pass."""
     out, first = super().outputs(scored, scored.batch, learning_rate, norm, clip_factor), scored.candidates
     used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
     seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
@@ -180,10 +174,8 @@ def make_selector(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: 
 
 
 def take(batch: dict, chosen_B, k: int):
-  """(the chosen rows [k, ...], their indices [k] ascending).
-
-  If k is the whole batch, all rows stay, rows that are not chosen lose their targets, and the indices are None.
-  """
+  """(the chosen rows [k, ...], their indices [k] ascending). If k is the whole batch, all rows stay, rows that are not
+  chosen lose their targets, and the indices are None."""
   if k == chosen_B.shape[0]:
     return batch | {"targets_segmentation": jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)}, None
   index_k = jnp.sort(jnp.argsort(~chosen_B, stable=True)[:k])

@@ -42,10 +42,8 @@ class TrainStateNNX(nnx.Module):
                trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
                reference_model: nnx.Module | None = None):  # fmt: skip
     """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
-
     carries: see `carry`. reference_model: another model, which no step changes; it may share Variables of `model` that
-    are not trained.
-    """
+    are not trained."""
     self.model = model
     self.reference_model = reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
@@ -90,11 +88,9 @@ def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainS
 
 
 def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
-  """The state before a step that draws new validation rows, with what the old rows tell of the curvature.
-
-  turned: by how much their gradients were other before the last step (`step.make_closing`); in place of them, these are
-  stored, and `carried` is 1 until the step is done.
-  """
+  """The state before a step that draws new validation rows, with what the old rows tell of the curvature. turned: by
+  how much their gradients were other before the last step (`step.make_closing`); in place of them, these are stored,
+  and `carried` is 1 until the step is done."""
   new = dict(enumerate(turned))
   flat = []
   for path, v in nnx.to_flat_state(state):

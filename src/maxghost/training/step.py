@@ -94,11 +94,9 @@ def _norm(cfg: Config, state: nnx.State):
 
 
 def _clipped_update(cfg: Config, grads):
-  """(global norm, clipping factor, update(train state, read)), which updates the state by the clipped gradient.
-
-  read: sums over the old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy
-  arrays that are read elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step.
-  """
+  """(global norm, clipping factor, update(train state, read)), which updates the state by the clipped gradient. read:
+  sums over the old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy arrays
+  that are read elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step."""
   threshold, segments = cfg.optimizer.gradient_clipping_threshold, cfg.model.stacked_segments
   if not segments:
     grads = jax.lax.optimization_barrier(grads)  # for the bits, as in `clip`; sums by segments have their own
@@ -133,11 +131,9 @@ def make_eval_step(cfg: Config, graphdef):
 
 
 def make_closing(cfg: Config, graphdef):
-  """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before.
-
-  For validation rows that the train step no longer has. prev_predicted is left out where the train step has none, and
-  for schedules that never hold a whole gradient. turned, if `carries_curvature`: for `state.carry`.
-  """
+  """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before. For validation rows
+  that the train step no longer has. prev_predicted is left out where the train step has none, and for schedules that
+  never hold a whole gradient. turned, if `carries_curvature`: for `state.carry`."""
   loss_fn, rule = of_validation(cfg), optimizers.create(cfg.optimizer)
   whole = cfg.ghost.ghost_schedule in ("two_pass", "forward_mode")
 

@@ -33,10 +33,8 @@ class Opened:
 @dataclass(frozen=True)
 class Shard:
   """Documents of one domain. name: the path in their ids. Its functions are pickled with it, and raise CorruptError.
-
   read: the texts of documents, from their offsets and, in a source with an index, their sizes. record: the whole record
-  of one document, likewise; None where documents are texts only.
-  """
+  of one document, likewise; None where documents are texts only."""
 
   domain: str
   name: str
@@ -48,10 +46,8 @@ class Shard:
 
 
 class RecordSource(Source):
-  """The documents of all shards, numbered consecutively. A document's offset is its number in the shard.
-
-  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts.
-  """
+  """The documents of all shards, numbered consecutively. A document's offset is its number in the shard. index: offset
+  and size of each document instead (int64[n] each). exact: these sizes are those of the texts."""
 
   def __init__(self, shards: Sequence[Shard], notes: Sequence[str] = (),
                index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False,
