@@ -103,8 +103,7 @@ class PreparedSource(Source):
     return DocumentId(self.meta["domains"][int(columns["path_domain"][number])], path, int(columns["offset"][index]))
 
   def document_fields(self, index: int) -> tuple[str, ...]:
-    first = index * len(self.meta["fields"]) if self.fields else 0
-    values = []
+    first, values = index * len(self.meta["fields"]) if self.fields else 0, []
     for place in self._field_places:
       start = int(self._field_ends[first + place - 1]) if first + place else 0
       values.append(self._field_texts[start : int(self._field_ends[first + place])].tobytes().decode("utf-8"))

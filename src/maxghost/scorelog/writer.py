@@ -62,8 +62,7 @@ class Interval:
     return len(row)
 
   def _rows(self, step: int, rows: Mapping, documents: Sequence, step_tokens: float) -> np.ndarray:
-    num_rows = len(documents)
-    array = np.zeros((num_rows,), self._dtype)
+    num_rows, array = len(documents), np.zeros((len(documents),), self._dtype)
     array["step"] = step
     if num_rows and (missing := set(REQUIRED) - set(rows)):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
@@ -71,14 +70,12 @@ class Interval:
     for name in rows:
       if name not in names:
         raise ValueError(f"unknown score column {name!r}{did_you_mean(name, names)}")
-      value = np.asarray(rows[name])
-      expected = array[name].shape
+      value, expected = np.asarray(rows[name]), array[name].shape
       if value.shape != expected and not (value.shape == (num_rows,) and expected == (num_rows, 1)):
         raise ValueError(f"score column {name!r} has shape {value.shape}, expected {expected} for {num_rows} documents")
       array[name] = value.reshape(expected)
     if "share" not in rows:
-      total = step_tokens if np.isfinite(step_tokens) else array["tokens"].sum()
-      array["share"] = array["tokens"] / max(total, 1)
+      array["share"] = array["tokens"] / max(step_tokens if np.isfinite(step_tokens) else array["tokens"].sum(), 1)
     for i, (domain, path, offset, *fields) in enumerate(documents):
       if len(fields) != len(self.tables) - len(fmt.TEXTS):
         raise ValueError(f"document {documents[i]!r}: expected domain, path, offset and {list(self.tables)[2:]}")
@@ -90,8 +87,7 @@ class Interval:
   def _modules(self, step: int, modules: Mapping) -> fmt.Modules:
     names, domains = tuple(modules["names"]), tuple(modules["domains"])
     value_MLDK = np.asarray(modules["contribution"], np.float32)
-    if value_MLDK.ndim == 3 and self._num_sets == 1:
-      value_MLDK = value_MLDK[..., None]
+    value_MLDK = value_MLDK[..., None] if value_MLDK.ndim == 3 and self._num_sets == 1 else value_MLDK
     num_layers = value_MLDK.shape[1] if value_MLDK.ndim == 4 else 0
     expected = (len(names), num_layers, len(domains), self._num_sets)
     if value_MLDK.shape != expected:

@@ -48,8 +48,7 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
   """Compiles the step; a step that is too large for the memory is not an error. options: further compiler options.
   folder: keeps the texts of the TPU compiler. Raises as `train_step`."""
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
-  platform = plan.layout.platform
-  begin = time.perf_counter()
+  platform, begin = plan.layout.platform, time.perf_counter()
   with _no_cache(), tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
     # XLA cannot always read back what libtpu compiled (`as_text`), so libtpu writes the text.
     dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}

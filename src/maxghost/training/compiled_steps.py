@@ -43,7 +43,6 @@ class Executable:
 
 def _compiled(name: str) -> functools.cached_property[Callable]:
   """A property of Program. It waits until every process has compiled the function, so that none waits inside it."""
-
   return functools.cached_property(lambda program: program._ready(name))
 
 
@@ -56,8 +55,7 @@ class Program:
   """
 
   def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int], apart: Diloco | None = None):
-    self._futures = futures
-    self.scored = scored
+    self._futures, self.scored = futures, scored
     self.to_host = apart.to_host if apart else scoring.to_host
     self.outer = outer.OuterSteps(outer.Outer(apart), functools.cache(self._ready)) if apart else None
 

@@ -46,8 +46,7 @@ class Console:
   """Prints lines; between `start` and `stop`, on a terminal, keeps a progress bar with the time left below them."""
 
   def __init__(self, stream: TextIO | None = None):
-    self._stream = stream or sys.stdout
-    self._progress = None
+    self._stream, self._progress = stream or sys.stdout, None
 
   def line(self, text: str) -> None:
     text = printable(text)  # domains and samples come from data and models

@@ -232,7 +232,7 @@ class TrainingLoop:
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
-      self._sinks.scores.record_end(num_steps, closing)
+      self._sinks.scores.record(num_steps, None, closing, None)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
 
   # Reading the outputs of a step.
@@ -269,7 +269,7 @@ class TrainingLoop:
       if scores:
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
-      scores.record_end(step, closing)
+      scores.record(step, None, closing, None)
     if self._reweighter:
       record |= self._reweighter.observe(step, outputs, fetched.batch)
     self._pending = record

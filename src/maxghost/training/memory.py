@@ -118,8 +118,7 @@ class PlacedState:
 
   def twin(self, cfg: config.Config) -> Twin:
     """The probed twin for one example. Raises ValueError as `attach`."""
-    model = nnx.merge(self._graphdef, self._abstract).model
-    spec = scoring_spec(cfg)
+    model, spec = nnx.merge(self._graphdef, self._abstract).model, scoring_spec(cfg)
     key = (spec, excluded(cfg, model), len(cfg.data.validation_sets))
     if key not in self._twins:
       self._twins[key] = attach(model, num_examples=1, num_sets=key[2], spec=spec, exclude=key[1])

@@ -135,11 +135,8 @@ class ScoreRecorder:
 
   def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path,
                reach_S: np.ndarray | None = None, slice_B: np.ndarray | None = None):  # fmt: skip
-    self._writer = writer
-    self._reach_S, self._slice_B = reach_S, slice_B
-    self._token_folder = token_folder
-    self._domains = tuple(domains)
-    self._name = functools.cache(document)
+    self._writer, self._reach_S, self._slice_B = writer, reach_S, slice_B
+    self._token_folder, self._domains, self._name = token_folder, tuple(domains), functools.cache(document)
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
@@ -151,10 +148,6 @@ class ScoreRecorder:
     if len(self._waiting) == QUEUE_LENGTH:
       self._waiting[0].result()
     self._waiting.append(self._pool.submit(self._work, step, outputs, closing, batch))
-
-  def record_end(self, step: int, closing: Mapping) -> None:
-    """Records the validation loss after the last scored step, without scores."""
-    self.record(step, None, closing, None)
 
   def position(self) -> dict:
     """The writer's position after every recorded step; these steps are then on disk."""

@@ -94,8 +94,7 @@ class Selector(Scorer):
     problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
     first = scoring.run(dataclasses.replace(problem, account=None, settings=settings), train_state)
-    value_B = jnp.nan_to_num(first.additive.mean(0).sum(-1))
-    pair_BB = None
+    value_B, pair_BB = jnp.nan_to_num(first.additive.mean(0).sum(-1)), None
     if self.sketch is not None:
       pair_BB = self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
     chosen_B = choose(ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), self.num_chosen,

@@ -44,8 +44,7 @@ class TrainStateNNX(nnx.Module):
     """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
     carries: see `carry`. reference_model: another model, which no step changes; it may share Variables of `model` that
     are not trained."""
-    self.model = model
-    self.reference_model = reference_model
+    self.model, self.reference_model = model, reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
@@ -69,8 +68,7 @@ class TrainStateNNX(nnx.Module):
 
 def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0. teacher: of a reference of another model."""
-  model = adapters.create(cfg)
-  num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
+  model, num_stored = adapters.create(cfg), len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
   carries = bool(num_stored) and cfg.ghost.carries_curvature
@@ -91,8 +89,7 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
   """The state before a step that draws new validation rows, with what the old rows tell of the curvature. turned: by
   how much their gradients were other before the last step (`step.make_closing`); in place of them, these are stored,
   and `carried` is 1 until the step is done."""
-  new = dict(enumerate(turned))
-  flat = []
+  new, flat = dict(enumerate(turned)), []
   for path, v in nnx.to_flat_state(state):
     if path[0] == "stored_gradients":
       v = v.replace(jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding))

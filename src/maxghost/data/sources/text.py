@@ -49,8 +49,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
   names = (*base.wanted_fields(cfg.document_fields).values(), *(("domain",) if own else ()))
   shards, offsets, sizes, notes, known = [], [], [], [], []
-  used: dict[str, int] = {}  # bytes by domain
-  unpacked = 0
+  used, unpacked = {}, 0  # bytes by domain
   for file, kind in zip(files, kinds, strict=True):
     is_packed = file.path.endswith(_PACKED)
     index, read = (_index_rows, _read_rows) if kind == PARQUET else (_index_text, _read_text)
@@ -71,9 +70,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
         raise base.too_low_cap(cap, file.domain, int(ends[0]))
       used[file.domain] = int(ends[-1])
       offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
-    record = functools.partial(_record, opened, file.path) if kind == JSONL else None
-    if kind == PARQUET:
-      record = functools.partial(_row_fields, fields, file.path, names)
+    rows = functools.partial(_row_fields, fields, file.path, names)
+    record = {JSONL: functools.partial(_record, opened, file.path), PARQUET: rows}.get(kind)
     read, place = functools.partial(read, *arguments), functools.partial(_place, opened, file.path, kind)
     for domain, here in _by_domain(file.domain, record if own else None, offset, size).items():
       if not domain.isprintable():
