@@ -96,18 +96,15 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
   lines.append(f"  {'total':<34}{need / 1e9:10.3f} GB")
   fits = have is None or need <= have
   if have is not None:
-    left = have - need
-    verdict = f"fits, {left / 1e9:.2f} GB to spare" if fits else f"does not fit, {-left / 1e9:.2f} GB too much"
+    left = (have - need) / 1e9
+    verdict = f"fits, {left:.2f} GB to spare" if fits else f"does not fit, {-left:.2f} GB too much"
     lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
     lines += [] if fits else shortage(plan.memory, have)
   tokens = plan.rows * plan.cfg.data.max_target_length
   counted = max((compiled.executable.cost_analysis() or {}).get("flops", 0.0), 0.0) * plan.layout.num_devices
+  xla = f"XLA counts {counted / tokens / 1e9:.3f} G, the body of each loop once, scoring and recomputation included"
+  lines.append(plan.memory.beside(compiled_sizes(memory)))
+  lines.append(f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; {xla}")
   found = collectives.table(compiled.collectives())
-  return [
-    *lines,
-    plan.memory.beside(compiled_sizes(memory)),
-    f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; XLA counts {counted / tokens / 1e9:.3f} "
-    "G, the body of each loop once, scoring and recomputation included",
-    "collectives of a step, on each device:" if found else "collectives of a step: none",
-    *(f"  {line}" for line in found),
-  ], fits
+  lines.append("collectives of a step, on each device:" if found else "collectives of a step: none")
+  return [*lines, *(f"  {line}" for line in found)], fits

@@ -165,11 +165,8 @@ class Device:
 
   def resident(self) -> dict[str, list[Tensor]]:
     """{row of the table: arrays} in device memory between steps."""
-    rows: dict[str, list[Tensor]] = {PARAMETERS: [], "optimizer": [], OUTER: [], OTHER: []}
-    rows["batch and validation rows"] = []
-    for v in self.variables:
-      if not v.on_host:
-        rows[v.row].append(Tensor(v.shape, v.dtype, v.label))
+    kinds, held = (PARAMETERS, "optimizer", OUTER, OTHER), [v for v in self.variables if not v.on_host]
+    rows = {kind: [Tensor(v.shape, v.dtype, v.label) for v in held if v.row == kind] for kind in kinds}
     if self.layout.apart > 1:
       late = self.cfg.parallel.num_communication_overlapping_steps > 0
       for v in self.params.values():
@@ -179,10 +176,9 @@ class Device:
     batch = devices.batch_shapes(self.cfg, num_rows, self.layout, apart=True)
     val_batches = devices.validation_shapes(self.cfg, self.layout)
     alike = val_batches[:1] if all(one == val_batches[0] for one in val_batches) else val_batches
-    for count, arrays in (1, batch), *((len(val_batches) // len(alike), one) for one in alike):
-      local = [Tensor(x.sharding.shard_shape(x.shape), str(x.dtype), name, count) for name, x in arrays.items()]
-      rows["batch and validation rows"] += local
-    return rows
+    counted = [(1, batch), *((len(val_batches) // len(alike), one) for one in alike)]
+    local = [(x.sharding.shard_shape(x.shape), str(x.dtype), name, n) for n, one in counted for name, x in one.items()]
+    return rows | {"batch and validation rows": [Tensor(*given) for given in local]}
 
   @property
   def host_bytes(self) -> int:
@@ -254,10 +250,9 @@ class Step:
   def _gradients(self, segments: list[Tensor]) -> Rows:
     accumulates = self.device.cfg.optimizer.gradient_accumulation_steps > 1
     held = self.device.elements(False if self.streams else None)
-    tensors = [Tensor((held,), "float32" if accumulates else self.weight, "gradient of the step")]
-    if accumulates:
-      tensors.append(Tensor((held,), self.weight, "gradient of one micro-batch"))
-    return {"gradients": [*tensors, *segments]}
+    whole = Tensor((held,), "float32" if accumulates else self.weight, "gradient of the step")
+    micro = [Tensor((held,), self.weight, "gradient of one micro-batch")] if accumulates else []
+    return {"gradients": [whole, *micro, *segments]}
 
   def _segments(self) -> list[Tensor]:
     """Weights and gradients of the current segments, separate arrays in a loop over the layers of a segment."""
@@ -308,16 +303,14 @@ class Step:
     m, c, heads, kv, f, d = self.model, self.compute, self.heads, self.kv, self.feed_forward, self.embed
     if m.remat_policy == "full":
       return []
-    products = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
-    products += [("attention output projection", d, c)]
-    products += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
+    kept = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
+    kept += [("attention output projection", d, c)]
+    kept += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
     if m.remat_policy == "minimal":
-      return products
-    extra = [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
-    extra += [("mlp activations", 2 * f, c)]
-    if not self.linear_attention:
-      extra.append(("attention weights", self.device.length * self.num_heads, "float32"))
-    return products + extra
+      return kept
+    kept += [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
+    weights = ("attention weights", self.device.length * self.num_heads, "float32")
+    return [*kept, ("mlp activations", 2 * f, c), *(() if self.linear_attention else (weights,))]
 
   def _working(self) -> list[Tensor]:
     """Arrays that exist while one layer is recomputed and differentiated.

@@ -112,10 +112,9 @@ class Rollouts:
     most = self._cfg.data.max_target_length + 1 - self._keys.max_completion_length
     if long := [i for i, prompt in enumerate(ids) if len(prompt) > most]:
       name = self._dataset.document_id(int(batch.document_BS[long[0], 0])).shown
-      raise RolloutError(
-        f"{name}: a prompt of {len(ids[long[0]])} tokens, but max_target_length={self._cfg.data.max_target_length} "
-        f"leaves {most} beside max_completion_length={self._keys.max_completion_length}; change one of them"
-      )
+      said = f"leaves {most} beside max_completion_length={self._keys.max_completion_length}; change one of them"
+      length = f"max_target_length={self._cfg.data.max_target_length}"
+      raise RolloutError(f"{name}: a prompt of {len(ids[long[0]])} tokens, but {length} {said}")
     records = []
     for index in batch.document_BS[:, 0].tolist():
       found = read(self._dataset.document(index).text)

@@ -157,11 +157,10 @@ class Session:
       if position.rows not in (0, plan.rows):
         own = cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
         way = "another number of devices" if position.rows % own else f"per_device_batch_size={position.rows // own}"
-        raise ConfigError(
-          f"per_device_batch_size={cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is {plan.rows} "
-          f"rows per step, but {self._path} was trained with {position.rows} (per_device_batch_size="
-          f"{restored.positions['config'].get('per_device_batch_size')}); use {way}, or another run_name"
-        )
+        was = f"(per_device_batch_size={restored.positions['config'].get('per_device_batch_size')})"
+        said = f"per_device_batch_size={cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is"
+        then = f"{plan.rows} rows per step, but {self._path} was trained with {position.rows} {was}"
+        raise ConfigError(f"{said} {then}; use {way}, or another run_name")
       self._dataset.train.restore(position.data)
       say(f"Continuing after {restored.step} completed steps: {self._checkpoints.path(restored.step)}")
       if "steps" in self._existing.changed:
