@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ _MANY_DOCUMENTS = 1 << 23  # above, documents are not examined one by one before
 _COPY_CANDIDATES = 100_000  # hashed at the start to find copies; with more candidates, copies are found during training
 
 
-@dataclass(frozen=True, slots=True)
-class DomainSummary:
+class DomainSummary(NamedTuple):
   """Documents and text bytes of a domain, and how many of them are held out; None where counting takes too long."""
 
   domain: str

@@ -56,8 +56,7 @@ def shuffled_index(positions: np.ndarray, size: int, *seeds: int) -> np.ndarray:
   if size <= 1:
     return np.zeros_like(positions)
   half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-  mask = np.uint64((1 << int(half)) - 1)
-  keys = [combine(*seeds, number) for number in range(4)]
+  mask, keys = np.uint64((1 << int(half)) - 1), [combine(*seeds, number) for number in range(4)]
   out = np.array(positions, np.uint64)
   todo = np.arange(out.size)
   while todo.size:

@@ -89,8 +89,7 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
   """Places each chunk into the row with the least room that still holds it; the row of each, int64[C], and R. Chunks
   are taken longest first (best-fit decreasing, Johnson 1973) within small groups that each contain all lengths;
   otherwise the shortest chunks would fill rows that run out of segments before they are full. length: int64[C]."""
-  row = np.empty(len(length), np.int64)
-  order = np.argsort(-length, kind="stable")
+  row, order = np.empty(len(length), np.int64), np.argsort(-length, kind="stable")
   num_full = int(np.count_nonzero(length == row_length))
   row[order[:num_full]] = np.arange(num_full)
   order = order[num_full:]
@@ -226,8 +225,7 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
 
 def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weighted: bool) -> tuple[np.ndarray, ...]:
   """Document and offset of each segment, int64[B, S], -1 where there is none; the arrays of a batch, [B, T]."""
-  B, T = len(numbers), layout.row_length
-  stop = rows.row_ends[numbers]
+  B, T, stop = len(numbers), layout.row_length, rows.row_ends[numbers]
   first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
   count = stop - first
   row = np.arange(B).repeat(count)

@@ -5,7 +5,6 @@ the shard's SHA-256) are written last, so after an interrupt only parts without 
 parts are complete, their columns are joined into the index.
 """
 
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -15,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +38,7 @@ _FIELDS = ("field", "field_length")  # of a part: the fields of its documents as
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
   """What the processes share."""
 
   source: Source
@@ -277,8 +275,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
 
 def _join_fields(job: Job, num_documents: int) -> None:
   """Joins the fields of the parts' documents: one text, and where each of them ends in it."""
-  folder, place, size = job.folder / "index", 0, 0
-  shape = (num_documents * len(job.source.fields),)
+  folder, place, size, shape = job.folder / "index", 0, 0, (num_documents * len(job.source.fields),)
   ends = np.lib.format.open_memmap(folder / f"{prepared.FIELD_END}.npy", "w+", np.int64, shape)
   with open(folder / prepared.FIELD_TEXTS, "wb") as file:
     for part in range(job.num_parts):

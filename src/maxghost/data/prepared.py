@@ -135,8 +135,7 @@ class PreparedSource(Source):
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
     read = lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())  # noqa: E731
     raw = read_by_shard(shards, records, read)
-    tabled, item = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize
-    out = []
+    tabled, item, out = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize, []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
       first, stop = self.documents_of(block)
       count = self.tokens_before(stop) - self.tokens_before(first)
@@ -151,8 +150,7 @@ class PreparedSource(Source):
     """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
     blocks = np.searchsorted(self.columns["block_first"], indices, side="right") - 1
     wanted = np.unique(blocks)
-    read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
-    out = []
+    read, out = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True)), []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
       (tokens, sizes), before = read[block], self.tokens_before(self.documents_of(block)[0])
       place = slice(self.tokens_before(index) - before, self.tokens_before(index + 1) - before)

@@ -176,8 +176,7 @@ class Windows:
   order: the stream's units by position. window_bytes: approximate text of a window."""
 
   def __init__(self, units: Units, order: Order, *, name: str, seed: int, num_lanes: int, window_bytes: int):
-    self.units, self._order = units, order
-    self.name, self.seed, self._num_lanes = name, seed, num_lanes
+    self.units, self._order, self.name, self.seed, self._num_lanes = units, order, name, seed, num_lanes
     self._units_per_window = max(1, window_bytes // units.mean_bytes(order.all_units))
 
   def _num_units(self, lane: int) -> int:

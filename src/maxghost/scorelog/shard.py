@@ -47,9 +47,9 @@ def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], ste
   records of `format.step_dtype`."""
   blocks, num_rows = ([rows], len(rows)) if isinstance(rows, np.ndarray) else (rows, num_rows)
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
-  members |= {f"{name}_table": _strings(texts) for name, texts in tables.items()} | {"steps": steps}
+  members |= {f"{name}_table": np.array([*texts], np.str_) for name, texts in tables.items()} | {"steps": steps}
   if modules is not None:
-    members["module_names"], members["module_domains"] = _strings(modules.names), _strings(modules.domains)
+    members |= {f"module_{name}": np.array(getattr(modules, name), np.str_) for name in ("names", "domains")}
     members["module_steps"] = np.asarray(modules.steps, np.int64)
     members["module_contribution"] = np.asarray(modules.contribution_SMLDK, np.float32)
   with write_whole(path) as file:
@@ -71,10 +71,6 @@ def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], ste
     checksum = _checksum(file, size)
     file.seek(size)
     file.write(b"maxghost crc32 %08x" % checksum)
-
-
-def _strings(values: Iterable[str]) -> np.ndarray:
-  return np.array(list(values), dtype=np.str_)
 
 
 def _checksum(file: BinaryIO, size: int) -> int:
@@ -115,8 +111,7 @@ class Shard:
         if (version := self.meta["schema_version"]) not in (fmt.SCHEMA_VERSION - 1, fmt.SCHEMA_VERSION):
           reads = f"this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
           raise ConfigError(f"{path}: schema_version={version}, {reads}")
-        self.val_sets = tuple(self.meta["val_sets"])
-        self.process_index = int(self.meta["process_index"])
+        self.val_sets, self.process_index = tuple(self.meta["val_sets"]), int(self.meta["process_index"])
         self.first_step, self.last_step = int(self.meta["first_step"]), int(self.meta["last_step"])
         self.before = (int(self.meta["before"][0]), int(self.meta["before"][1]))
         self.ledger, self.objective = tuple(self.meta["ledger"]), str(self.meta["objective"])

@@ -1,12 +1,11 @@
 """The train step compiled for devices that need not be present: its memory, FLOPs and collectives."""
 
 import contextlib
-import dataclasses
 import pickle
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
@@ -21,8 +20,7 @@ from maxghost.training.memory_report import compiled_sizes, shortage
 from maxghost.training.plan import Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
   """The step compiled for absent devices, and its HLO text; or, if it did not fit, the compiler's message `problem`."""
 
   plan: Plan

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,8 +22,7 @@ from maxghost.training.memory_report import compiled_sizes
 from maxghost.training.plan import Plan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Executable:
+class Executable(NamedTuple):
   """One compiled function, with the times to trace and compile it."""
 
   name: str
@@ -95,8 +94,7 @@ def build(plan: Plan) -> Program:
   """Traces the step and the evaluations, and starts to compile them in the background. Raises as `train_step`."""
   pool = ThreadPoolExecutor(1, "compile")  # one: XLA uses all cores for one compilation
   cfg, graphdef, layout, apart = plan.cfg, plan.graphdef, plan.layout, plan.apart
-  state, batch, val_batches = plan.arguments
-  futures = {}
+  (state, batch, val_batches), futures = plan.arguments, {}
 
   def submit(name: str, begin: float, function: Callable, *arguments, **options) -> None:
     """Lowers here, since only the main thread traces."""

@@ -83,8 +83,7 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
   lines = [*plan.lines(), f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
            *(f"  {entry.line}" for entry in dataset.summary()), *(f"  {note}" for note in dataset.notes())]  # fmt: skip
   if cfg.val_sets:
-    share = sum(scored.values()) / plan.num_params
-    sets = " and of ".join(f"'{name}'" for name in cfg.val_sets)
+    share, sets = sum(scored.values()) / plan.num_params, " and of ".join(f"'{name}'" for name in cfg.val_sets)
     against = f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}"
     scores = f"{len(scored)} parameter arrays scored ({share:.2%} of all parameters)"
     lines.append(f"ghost: {scores} against {against}, schedule {ghost.ghost_schedule}")

@@ -77,8 +77,7 @@ class Diloco:
     like = self.state
 
     def spread(inner):
-      values = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}
-      made = []
+      values, made = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}, []
       for path, v in nnx.to_flat_state(like):
         x = values.get(path[1:] if path[0] == INNER else path, jnp.zeros((), v.dtype))
         made.append((path, v.replace(jnp.broadcast_to(x, v.shape))))

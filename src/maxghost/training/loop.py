@@ -14,7 +14,7 @@ import functools
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,8 +34,7 @@ from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position, carry, to_save
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sinks:
+class Sinks(NamedTuple):
   """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
   by_domain: a `DomainSums`; unlike `scores` it is there in every process."""
 
@@ -54,8 +53,7 @@ class Sinks:
           stack.callback(sink.close)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
   """Input of rates. rows: of a step over all devices. peak_flops: FLOP/s of one device, if known."""
 
   num_devices: int
@@ -72,8 +70,7 @@ class Hardware:
             "perf/per_device_tokens_per_sec": tokens / seconds, **mfu}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
   """Result of the loop. seconds: of each step of this process; the first one is a warm-up."""
 
   completed_steps: int

@@ -10,6 +10,7 @@ factors: validation sets), h head width, L layers, V vocabulary.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,7 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
   return of(cfg, split)
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
   """One Variable of the train state. row: of the table. whole: its shape. shape: of the part on this device. gathered:
   number of elements when a layer uses it, gathered along the mesh axes that split the batch. frozen: it is below
   adapters, without gradient."""
@@ -189,8 +189,7 @@ class Device:
 
   def factors(self, param: ScoredParam) -> int:
     """Elements of a parameter's factors on this device; 0 for a whole direction."""
-    shapes = param.part_shapes(self.num_sets)
-    size, specs = 0, []
+    shapes, size, specs = param.part_shapes(self.num_sets), 0, []
     with use(dataclasses.replace(self.layout, record=lambda *entry: specs.append(entry[-1]))):
       for name in set(shapes).intersection(("left", "right")):
         param.placed_factor(name, jax.ShapeDtypeStruct(shapes[name], jnp.float32))

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,11 @@ class Tensor:
     return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize * self.count
 
   def describe(self) -> str:
-    many = f"{self.count} x " if self.count > 1 else ""
-    dtype = SHORT_NAMES.get(self.dtype, self.dtype)
+    many, dtype = f"{self.count} x " if self.count > 1 else "", SHORT_NAMES.get(self.dtype, self.dtype)
     return f"{many}{dtype}[{','.join(map(str, self.shape))}] {shown(self.bytes)}: {self.why}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
   """A line of the table: the tensors of one kind at the moment of the maximum."""
 
   name: str

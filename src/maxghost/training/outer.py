@@ -48,12 +48,11 @@ class Outer:
     parts = f" of each of {count} fragments" if count > 1 else ""
     late = f", {self.slices.late} steps after its pseudo-gradient" if self.slices.late else ""
     most = f", {shown(max(sizes))} at once" if count > 1 else ""
-    lines = [
-      f"DiLoCo: {self.slices.layout.apart} slices train apart; an outer step{parts} every {given.diloco_sync_period} "
-      f"steps{late} (Nesterov, rate {given.diloco_outer_lr:g}, momentum {given.diloco_outer_momentum:g})",
-      f"DiLoCo: outer steps send {shown(sum(sizes))} between slices on each device in {given.diloco_sync_period} "
-      f"steps{most}; the steps themselves send nothing there",
-    ]
+    rule = f"(Nesterov, rate {given.diloco_outer_lr:g}, momentum {given.diloco_outer_momentum:g})"
+    meets = f"an outer step{parts} every {given.diloco_sync_period} steps{late} {rule}"
+    sends = f"{shown(sum(sizes))} between slices on each device in {given.diloco_sync_period} steps{most}"
+    lines = [f"DiLoCo: {self.slices.layout.apart} slices train apart; {meets}"]
+    lines.append(f"DiLoCo: outer steps send {sends}; the steps themselves send nothing there")
     if self.slices.cfg.val_sets:
       lines.append("scores: against the validation loss of the row's own slice, as parts of the mean over slices")
     return lines
@@ -128,8 +127,7 @@ class Outer:
     """(state after an entry of `due`, its account); gradients: from `gradients`; without them no account. The account
     has the nats by which the move lowers the validation loss at the global parameters to first order, by cause:
     momentum and pseudo_gradient, [R, K] alike in every slice, and without overlap the part of each slice."""
-    flat = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}
-    new, products = {}, []
+    flat, new, products = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}, []
     for path, fragments in self.slices.trained.items():
       if fragment not in fragments:
         continue
@@ -188,8 +186,7 @@ class OuterSteps:
     account of the step (`step.make_closing`), measured before the parameters jump; None: they do not. record: the
     diloco/* part of the step's record."""
     moves, sets = self._outer.due(step + 1), tuple(self._outer.slices.cfg.val_sets)
-    rows = validation.batches(step) if sets and any(kind != SEND for kind, _ in moves) else ()
-    closing = None
+    rows, closing = validation.batches(step) if sets and any(kind != SEND for kind, _ in moves) else (), None
     if rows and validation.closes(step + 1):
       closing = self._outer.slices.to_host(self._program("closing")(state, rows))
     state, account = self(state, moves, rows)

@@ -6,6 +6,7 @@ counts as 3 forward passes; ghost's extra work is not counted, so that TFLOP/s w
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,8 +27,7 @@ PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6
               "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepFlops:
+class StepFlops(NamedTuple):
   """FLOPs of one step over all devices: products with weights, and causal attention (half the square)."""
 
   weights: float
@@ -127,8 +127,7 @@ class Plan:
 
   @property
   def mesh(self) -> str:
-    processes = f" of {distributed.count()} processes" if distributed.count() > 1 else ""
-    return describe(self.layout.mesh) + processes
+    return describe(self.layout.mesh) + (f" of {distributed.count()} processes" if distributed.count() > 1 else "")
 
   def lines(self) -> list[str]:
     """Lines on mesh, batch, validation rows, model and FLOPs."""
@@ -140,8 +139,7 @@ class Plan:
     factors = [f"per_device_batch_size {cfg.data.per_device_batch_size}"]
     factors += [f"{layout.num_devices} devices"] if layout.num_devices > 1 else []
     factors += [f"gradient_accumulation_steps {accumulated}"] if accumulated > 1 else []
-    made = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
-    tokens = rows * length
+    made, tokens = f" ({' x '.join(factors)})" if len(factors) > 1 else "", rows * length
     in_all = f"{steps} steps = {tokens * steps:,} tokens"
     lines.append(f"batch: {rows} rows{micro}{made} of {length} tokens = {tokens:,} tokens per step; {in_all}")
     if cfg.val_sets and layout.row_parts > 1:

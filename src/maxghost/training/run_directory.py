@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from maxghost import config
 from maxghost.config import Config, ConfigError, ParallelConfig
@@ -34,8 +34,7 @@ RESUMABLE_KEYS = frozenset(
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Existing:
+class Existing(NamedTuple):
   """The contents of the run's place on disk. completed_steps: the number of steps of a finished run, else 0."""
 
   path: Path

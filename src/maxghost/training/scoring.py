@@ -145,8 +145,7 @@ class Scorer:
       ok &= jnp.all(jnp.isfinite(own_1BT))
       own_1BT = jnp.where(ok, own_1BT, 0)
       own_BS1 = jnp.einsum("kbt,bts->bsk", own_1BT, used_BTS)
-    score_KBT = jnp.where(ok, scored.additive, 0)
-    forward_mode = ghost.engine == "jvp"
+    score_KBT, forward_mode = jnp.where(ok, scored.additive, 0), ghost.engine == "jvp"
     score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
     if scored.own:
       clipping = self._clipping(scored, score_BSK, own_BS1, norm)

@@ -144,8 +144,7 @@ class Selector(Scorer):
     moved = passes.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
-      model = nnx.merge(graphdef, p, rest)
-      pairs = zip(problem.val_losses, val_batches, strict=True)
+      model, pairs = nnx.merge(graphdef, p, rest), zip(problem.val_losses, val_batches, strict=True)
       return sum(passes.mean_loss(*loss(model, rows)) for loss, rows in pairs) / len(val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))

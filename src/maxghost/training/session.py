@@ -143,8 +143,7 @@ class Session:
 
   def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
-    plan, cfg, say = self._plan, self._cfg, self._console.line
-    restored, frozen = None, {}
+    plan, cfg, say, restored, frozen = self._plan, self._cfg, self._console.line, None, {}
     if cfg.checkpoint.checkpoint_period:
       kept = {"max_to_keep": cfg.checkpoint.max_num_checkpoints_to_keep, "say": say}
       kept["asynchronous"] = cfg.checkpoint.async_checkpointing

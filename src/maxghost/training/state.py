@@ -106,8 +106,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
     return nnx.LoRAParam
   if not cfg.optimizer.trainable_parameters_mask:
     return nnx.Param
-  paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-  found = set()
+  paths, found = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}, set()
   for pattern in cfg.optimizer.trainable_parameters_mask:
     if not (matching := fnmatch.filter(paths, pattern)):
       raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(paths)}")
@@ -182,8 +181,7 @@ class Position:
 def saved_parts(state: nnx.State) -> tuple[dict, dict]:
   """(arrays of `to_tree` in a checkpoint, frozen ones: a reference, weights below adapters, read from their origin)."""
   flat = {tuple(map(str, path)): v for path, v in nnx.to_flat_state(state)}
-  adapted = any(isinstance(v, nnx.LoRAParam) for v in flat.values())
-  saved, frozen = {}, {}
+  adapted, saved, frozen = any(isinstance(v, nnx.LoRAParam) for v in flat.values()), {}, {}
   for path, v in flat.items():
     below = adapted and path[0] == "model" and not isinstance(v, nnx.LoRAParam)
     (frozen if below or path[0] == REFERENCE else saved)[path] = v.get_value()

@@ -50,8 +50,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     if cfg.reference:
       (batch,) = referenced(objective, train_state, batch)
       val_batches = referenced(val_objective, train_state, *val_batches)
-    split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
-    key = None
+    split, key = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...)), None
     if cfg.model.dropout_rate or cfg.adapter.lora_dropout:
       # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
       key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), train_state.step)
@@ -140,8 +139,7 @@ def make_closing(cfg: Config, graphdef):
   def close(state, val_batches):
     train_state = nnx.merge(graphdef, state)
     val_batches = referenced(loss_fn, train_state, *val_batches) if cfg.reference else val_batches
-    before = scoring.rule_state(cfg, rule, train_state)
-    carries = cfg.ghost.carries_curvature
+    before, carries = scoring.rule_state(cfg, rule, train_state), cfg.ghost.carries_curvature
     if not whole or not (ledger.recalls(rule, before) or carries):
       pairs = zip(of_each_set(loss_fn, val_batches), val_batches, strict=True)
       losses = [passes.validation_mean(*loss(train_state.model, batch)) for loss, batch in pairs]

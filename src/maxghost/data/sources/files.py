@@ -3,7 +3,7 @@
 import glob
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from maxghost.config import ConfigError
 from maxghost.config.values import naming
@@ -16,8 +16,7 @@ _EXAMPLES = {"text": "/data/wiki/**/*.jsonl", "hf": "/data/wiki", "grain": "/dat
 _SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that go into its fingerprint
 
 
-@dataclass(frozen=True)
-class CorpusFile:
+class CorpusFile(NamedTuple):
   """One file. name: its path below the folder that the domain's globs share; part of the document ids."""
 
   domain: str

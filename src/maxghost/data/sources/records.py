@@ -52,8 +52,7 @@ class RecordSource(Source):
   def __init__(self, shards: Sequence[Shard], notes: Sequence[str] = (),
                index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False,
                fields: Sequence[str] = ()):  # fmt: skip
-    self.domains = tuple(dict.fromkeys(shard.domain for shard in shards))
-    self.notes = tuple(notes)
+    self.domains, self.notes = tuple(dict.fromkeys(shard.domain for shard in shards)), tuple(notes)
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
     self.fingerprint = f"{text_hash(*itertools.chain(*self.files.items())):016x}"
     self._shards, self._index, self._exact = shards, index, exact

@@ -152,8 +152,7 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
   ends = [np.flatnonzero(view[first : first + _LINES_BYTES] == ord("\n")) + first for first in parts]
   stops = np.concatenate([*ends, [len(view)]]).astype(np.int64)
   starts = np.concatenate(([0], stops[:-1] + 1))
-  sizes = np.maximum(stops - starts, 0)
-  kept = np.ones(len(starts), bool)
+  sizes, kept = np.maximum(stops - starts, 0), np.ones(len(starts), bool)
   for line in np.flatnonzero(sizes < 3).tolist():
     kept[line] = bool(view[starts[line] : stops[line]].tobytes().strip())
   starts, sizes = starts[kept], sizes[kept]
@@ -236,8 +235,7 @@ def _row_fields(opened: Opened, path: str, names: tuple[str, ...], row: int, _: 
 def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
   parquet = opened.get(path)
-  columns = base.columns_of(columns, parquet.file.schema_arrow.names, path)
-  rows = parquet.file.metadata.num_rows
+  columns, rows = base.columns_of(columns, parquet.file.schema_arrow.names, path), parquet.file.metadata.num_rows
   chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
   total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
   return np.arange(rows, dtype=np.int64), np.full(rows, max(1, total // max(1, rows)), np.int64)
