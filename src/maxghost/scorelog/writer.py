@@ -88,8 +88,7 @@ class Interval:
     names, domains = tuple(modules["names"]), tuple(modules["domains"])
     value_MLDK = np.asarray(modules["contribution"], np.float32)
     value_MLDK = value_MLDK[..., None] if value_MLDK.ndim == 3 and self._num_sets == 1 else value_MLDK
-    num_layers = value_MLDK.shape[1] if value_MLDK.ndim == 4 else 0
-    expected = (len(names), num_layers, len(domains), self._num_sets)
+    expected = (len(names), value_MLDK.shape[1] if value_MLDK.ndim == 4 else 0, len(domains), self._num_sets)
     if value_MLDK.shape != expected:
       raise ValueError(f"module contributions have shape {value_MLDK.shape}, expected [M, layers, D, K] = {expected}")
     found = fmt.Modules(names, domains, np.array([step]), value_MLDK[None])

@@ -97,11 +97,8 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
 
 
 def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str) -> list[str]:
-  saved = f"saved in {path / CHECKPOINTS / str(completed_steps)}"
-  if not cfg.checkpoint.checkpoint_period:
-    saved = "not saved, because checkpoint_period=0"
-  elif not completed_steps:
-    saved = "nothing to save"
+  saved = f"saved in {path / CHECKPOINTS / str(completed_steps)}" if completed_steps else "nothing to save"
+  saved = saved if cfg.checkpoint.checkpoint_period else "not saved, because checkpoint_period=0"
   stopped = f"Stopped by {signal} after {completed_steps} of {cfg.run.steps} steps; {saved}"
   again = f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}"
   return [stopped, again] if cfg.checkpoint.checkpoint_period else [stopped]

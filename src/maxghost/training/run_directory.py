@@ -120,9 +120,7 @@ def _check_writable(path: Path, cfg: Config) -> None:
   if cfg.run.run_name in ("", ".", "..") or "/" in cfg.run.run_name:
     said = f"run_name={cfg.run.run_name!r}"
     raise ConfigError(f"{said}: must be the name of a folder in base_output_directory, for example run_name=base")
-  place = path.absolute()
-  while not os.path.lexists(place):
-    place = place.parent
+  place = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
   if not place.is_dir():
     raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
   if not os.access(place, os.W_OK | os.X_OK):

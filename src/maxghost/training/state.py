@@ -72,9 +72,8 @@ def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
   carries = bool(num_stored) and cfg.ghost.carries_curvature
-  frozen = adapters.create(cfg) if cfg.reference == "start" else None
-  if teacher:
-    frozen = models.create(teacher, rngs=nnx.Rngs(0))
+  start = adapters.create(cfg) if cfg.reference == "start" else None
+  frozen = models.create(teacher, rngs=nnx.Rngs(0)) if teacher else start
   return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries, reference_model=frozen)
 
 
