@@ -204,16 +204,14 @@ class TrainingLoop:
       return
     for tracker in sinks.trackers:
       tracker.flush()
+    log, scores, closing = sinks.metrics, sinks.scores, self._closing
     position = dataclasses.replace(
-      self._position,
-      metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
-      metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
-      pending=self._pending and self._pending | self._by_domain(),
-      scores=sinks.scores.position() if sinks.scores else None,
+      self._position, metrics_bytes=log.position() if log else 0, metrics_crc=log.checksum if log else None,
+      pending=self._pending and self._pending | self._by_domain(), scores=scores.position() if scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
       rollouts=self._rollouts.position(completed) if self._rollouts else None,
-      closing=self._closing and {name: np.asarray(value).tolist() for name, value in self._closing.items()},
-    ).of_all_processes()
+      closing=closing and {name: np.asarray(value).tolist() for name, value in closing.items()},
+    ).of_all_processes()  # fmt: skip
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
     sinks.checkpoints.save(completed, *to_save(self._state, position, self._cfg))

@@ -19,10 +19,9 @@ from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.format import STEP_SCALARS, part_columns
 
 QUEUE_LENGTH = 8  # steps that may wait to be written
-COLUMNS = {  # of the score log, from arrays of the step's outputs
-  "tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
-  "contribution": "contribution_BSK",
-}  # fmt: skip
+# Columns of the score log, from arrays of the step's outputs.
+COLUMNS = {"tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
+           "contribution": "contribution_BSK"}  # fmt: skip
 
 
 class ScoreLogError(RuntimeError):
