@@ -107,7 +107,8 @@ def write_run(run_dir: Path, num_rows: int, num_documents: int):
     steps = fmt.unmeasured_steps(np.arange(100 * number, 100 * number + 100), 1)
     meta = {
       "schema_version": fmt.SCHEMA_VERSION, "val_sets": ["manual"], "process_index": 0, "first_step": 100 * number,
-      "last_step": 100 * number + 99,
+      "last_step": 100 * number + 99, "before": (100 * number, num * number), "ledger": fmt.LEDGER,
+      "objective": fmt.NEXT_TOKEN,
     }  # fmt: skip
     path = run_dir / "ghost" / fmt.shard_name(100 * number + 99, 0)
     write_shard(path, meta, {"domain": domains, "path": paths}, steps, None, rows)

@@ -38,7 +38,7 @@ examples:
 def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = Parser("maxghost scores", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
-  add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of GhostSuite's .pt logs")
+  add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
   add("--by", default="domain", help="group by domain, document, source, step, layer, module or a field (domain)")
   add("--where", default="", help='conditions on rows, joined by commas: "domain=code,step>=100,path~asyncio/*"')
   add("--top", type=int, metavar="N", help="the N best; all when neither --top nor --bottom is given (20 documents)")

@@ -31,10 +31,8 @@ class Tracker:
 
 
 class TensorBoard:
-  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged.
-
-  Writes at once: tensorboardX's SummaryWriter has a thread, and waits for ever for one that an error has ended.
-  """
+  """Event files for TensorBoard. Entries of earlier files from `first_step` on are purged. Writes at once:
+  tensorboardX's SummaryWriter has a thread, and waits for ever for one that an error has ended."""
 
   def __init__(self, path: Path, first_step: int):
     # 0.4 s of import, not needed where TensorBoard is off.

@@ -100,7 +100,7 @@ def test_a_crash_loses_and_doubles_nothing(whole, tmp_path, checkpoint, crash):
     append_step(writer, step)
     if step == checkpoint:
       position = json.loads(json.dumps(writer.position()))
-  writer._queue.join()  # the process dies here: what is pending in memory is lost
+  # The process dies here: what is pending in memory is lost.
   for _ in range(2):  # dying once more right after the restore changes nothing
     writer = Writer(tmp_path, SETS, period=PERIOD)
     writer.restore(position)
@@ -229,9 +229,8 @@ def test_wrong_use_is_refused(tmp_path, whole):
 def test_an_error_of_the_disk_reaches_the_caller(tmp_path):
   writer = Writer(tmp_path, SETS, period=1)
   (tmp_path / "ghost").write_text("a file where the folder should be")
-  append_step(writer, 0)
   with pytest.raises(OSError, match="could not be written"):
-    writer.flush()
+    append_step(writer, 0)
 
 
 def test_foreign_folders(tmp_path):

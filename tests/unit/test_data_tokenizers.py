@@ -113,26 +113,6 @@ def test_any_text_survives_the_trained_bpe(text, made):
   assert tokenizer.decode(ids) == text.encode() and tokenizer.byte_table[ids].sum() == len(text.encode())
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=st.text(st.characters(max_codepoint=127), max_size=80))
-def test_the_word_table_gives_the_ids_of_the_library(text, made):
-  tokenizer = load(made, "huggingface")
-  raw = [text.encode(), b"it's  we'll the\n\n river's ", "é river".encode(), b""]
-  assert tokenizer._ascii is not None
-  assert [ids.tolist() for ids in tokenizer.encode(raw)] == [ids.tolist() for ids in tokenizer._encode(raw)]
-
-
-def test_other_splitting_rules_are_left_to_the_library(made, tmp_path):
-  parts = json.loads((Path(made["huggingface"]) / "tokenizer.json").read_text())
-  for change in (
-    {"normalizer": {"type": "NFC"}},
-    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
-    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}},
-  ):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({**parts, **change}))
-    assert load_tokenizer("huggingface", str(tmp_path))._ascii is None
-
-
 def test_sentencepiece_knows_where_tokens_begin(made):
   tokenizer = load(made, "sentencepiece")
   ((ids, sizes),) = tokenizer.encode_bytes(["the  é river".encode()])

@@ -345,7 +345,7 @@ def test_an_error_of_the_score_writer_reaches_the_loop(tmp_path):
       pass
 
   recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
-  recorder.record_end(3, np.zeros(1))
+  recorder.record(3, None, np.zeros(1), None)
   with pytest.raises(ScoreLogError, match="no space left"):
     recorder.position()
   with pytest.raises(ScoreLogError, match="no space left"):

@@ -1,4 +1,4 @@
-"""Damage, schema 1, shares, units and an optimizer's own ledger columns. K = 2 validation sets."""
+"""Damage, shares, units and an optimizer's own ledger columns. K = 2 validation sets."""
 
 import itertools
 import json
@@ -14,8 +14,6 @@ from maxghost.attribution.summary import summarize
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal
 from maxghost.scorelog import Writer, selection, tokens
-from maxghost.scorelog import format as fmt
-from maxghost.scorelog.compact import compact
 from maxghost.scorelog.reader import _written
 from maxghost.scorelog.shard import DamagedShard, Shard
 from maxghost.training.score_recorder import ScoreRecorder, scored_rows
@@ -121,10 +119,10 @@ def test_a_missing_interval_is_named(run_dir, step, said):
 def test_scores_compacted_to_parquet_by_an_earlier_version_are_named(run_dir):
   (run_dir / "ghost" / "parquet").mkdir()
   (run_dir / "ghost" / "parquet" / "rows_000000000_000000099.parquet").touch()
-  assert "an earlier maxghost compacted to Parquet, which is no longer read" in lost(run_dir)
+  assert "holds scores of an earlier maxghost, which this one does not read" in lost(run_dir)
   for step in (3, 7, 10):
     shard(run_dir, step).unlink()
-  with pytest.raises(ConfigError, match="earlier maxghost compacted to Parquet"):
+  with pytest.raises(ConfigError, match="earlier maxghost, which this one does not read"):
     attribution.load(run_dir)
 
 
@@ -209,48 +207,18 @@ def test_a_resume_carries_no_damage_over(run_dir, capsys):
   assert "3 steps with 9 rows are missing before step 11 (after step 7)" in lost(run_dir)
 
 
-def as_schema_1(path):
-  """Writes the file as the version before did: no share, no checks, CRC-32 of the members alone."""
-  new = Shard(path)
-  meta = {n: new.meta[n] for n in ("val_sets", "process_index", "first_step", "last_step", "fingerprint", "closed")}
-  rows, steps = new.rows(), new.steps
-  members = {f"{name}_table": new.texts(name) for name in fmt.TEXTS}
-  for name, table, dtype in (("steps", steps, fmt.step_dtype(2, version=1)), ("rows", rows, fmt.row_dtype(2, 1))):
-    members[name] = np.zeros(len(table), dtype)
-    for column in dtype.names:
-      members[name][column] = table[column]
-  np.savez(path, meta=np.array(json.dumps(meta | {"schema_version": 1})), **members)
-
-
-def test_schema_1_is_read_continued_and_compacted(whole, run_dir):
-  (run_dir / "ghost" / "selection.jsonl").unlink()
-  new = attribution.load(whole)
-  for step in (3, 7, 10):
-    as_schema_1(shard(run_dir, step))
-  old = attribution.load(run_dir)
-  assert (old.objective, old.messages, old.ledger) == ("next_token", [], fmt.LEDGER)
-  for name in fmt.ROW_COLUMNS:
-    np.testing.assert_array_equal(old[name], new[name], err_msg=name)
-  position = {"step": 8, "num_steps": 9, "num_rows": 26}
-  writer = Writer(run_dir, SETS, period=PERIOD)
-  writer.restore(position)
-  for step in (9, 10):
-    append(writer, step)
-  writer.close()
-  continued = attribution.load(run_dir)
-  assert [s.version for s in continued.shards] == [1, 1, 2]
-  np.testing.assert_array_equal(continued["share"], new["share"])
-  assert len(compact(run_dir)) == 1
-  np.testing.assert_array_equal(attribution.load(run_dir)["share"], new["share"])
-
-
-def test_a_damaged_file_of_schema_1_is_noticed(run_dir):
-  as_schema_1(shard(run_dir, 7))
-  data = shard(run_dir, 7).read_bytes()
-  at = data.index(Shard(shard(run_dir, 7)).rows()["dot"][2].tobytes())
-  shard(run_dir, 7).write_bytes(data[:at] + b"\x01" + data[at + 1 :])
-  with pytest.raises(DamagedShard, match=r"rows.npy does not match its checksum"):
-    Shard(shard(run_dir, 7))
+def test_what_others_wrote_is_refused_by_name(run_dir, tmp_path):
+  """Files without a seal, as schema 1, and GhostSuite's."""
+  path = shard(run_dir, 7)
+  with np.load(path) as file:
+    np.savez(tmp_path / "plain.npz", **file)
+  (tmp_path / "plain.npz").rename(path)
+  with pytest.raises(DamagedShard, match=r"the checksum at its end is missing: .*older maxghost"):
+    Shard(path)
+  (tmp_path / "grad_dotprods").mkdir()
+  (tmp_path / "grad_dotprods" / "dot_prod_log_iter_3.pt").write_bytes(b"")
+  with pytest.raises(ConfigError, match="scores of GhostSuite, which this one does not read"):
+    attribution.load(tmp_path)
 
 
 def test_a_ledger_column_of_the_optimizer_goes_through_to_the_report(tmp_path, capsys):
@@ -355,7 +323,7 @@ def test_export_to_parquet(tmp_path, capsys):
 
 
 def test_a_log_without_predicted_and_measured_drops_has_no_ledger(tmp_path, capsys):
-  """As those of GhostSuite, or of a loop that writes its rows alone."""
+  """As that of a loop that writes its rows alone."""
   writer = Writer(tmp_path, period=3)
   for step in range(4):
     rows = {"tokens": [7, 9], "loss": [2.5, 3.0], "dot": [1.0, -0.5], "contribution": [0.5, -0.25]}

@@ -8,7 +8,5 @@ from maxghost.data.sources.base import DocumentList, Source
 from maxghost.data.split import find_documents
 from maxghost.data.types import Batch, Document, DocumentId
 
-__all__ = [
-  "Batch", "Dataset", "Document", "DocumentId", "DocumentList", "DomainSummary", "Source", "TrainIterator",
-  "find_documents", "load_dataset", "make_dataset", "merge_states", "readable",
-]  # fmt: skip
+__all__ = ["Batch", "Dataset", "Document", "DocumentId", "DocumentList", "DomainSummary", "Source", "TrainIterator",
+           "find_documents", "load_dataset", "make_dataset", "merge_states", "readable"]  # fmt: skip

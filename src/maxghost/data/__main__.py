@@ -58,9 +58,8 @@ def _prepare(parsed: argparse.Namespace) -> int:
     if getattr(parsed, option) < 1:
       raise config.ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
   if cfg.records != "text":
-    raise config.ConfigError(
-      f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself; nothing to prepare"
-    )
+    said = f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself"
+    raise config.ConfigError(f"{said}; nothing to prepare")
   source = open_source(cfg.data, cfg.run.data_shuffle_seed, whole=False)
   for note in source.notes:
     print(printable(note))
@@ -73,21 +72,16 @@ def _prepare(parsed: argparse.Namespace) -> int:
     vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)
     data = config.replace(cfg, tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=vocab_size).data
   with _progress(source.num_bytes) as progress:
-    meta = preparing.prepare(
-      source, data, parsed.output, num_workers=parsed.workers, part_bytes=parsed.part_bytes, progress=progress
-    )
-  documents = sum(meta["domain_documents"].values())
-  print(
-    f"{parsed.output}: {documents:,} documents of {len(meta['domains'])} domains, {meta['tokens']:,} tokens in "
-    f"{len(meta['shards'])} shards; {meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
-  )
+    options = {"num_workers": parsed.workers, "part_bytes": parsed.part_bytes, "progress": progress}
+    meta = preparing.prepare(source, data, parsed.output, **options)
+  documents = f"{sum(meta['domain_documents'].values()):,} documents of {len(meta['domains'])} domains"
+  left_out = f"{meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
+  print(f"{parsed.output}: {documents}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards; {left_out}")
   made, sets = meta["tokenizer"], ",".join(data.ghost_val_sets)
   path = Path(parsed.output) / made["path"] if made["copied"] else made["path"]
-  where = f" tokenizer_path={path}" if path else ""
-  print(
-    f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] tokenizer_type={made['type']}{where} "
-    f"vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")
-  )
+  kind = f"tokenizer_type={made['type']}" + (f" tokenizer_path={path}" if path else "")
+  kind += f" vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")
+  print(f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] {kind}")
   return 0
 
 
@@ -122,11 +116,9 @@ def _show(parsed: argparse.Namespace) -> int:
   for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
     print(printable(line))
   next(dataset.train)
-  counts = dataset.train.counts
-  print(
-    f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {counts['rows']:,} rows of "
-    f"{dataset.layout.row_length}; {dataset.train.packing_efficiency:.2%} of the places filled"
-  )
+  counts, filled = dataset.train.counts, f"{dataset.train.packing_efficiency:.2%} of the places filled"
+  rows = f"{counts['rows']:,} rows of {dataset.layout.row_length}"
+  print(f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {rows}; {filled}")
   print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
   return 0
 
@@ -146,10 +138,8 @@ def _duplicates(parsed: argparse.Namespace) -> int:
     print(printable(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}"))
   of_held_out = [pair.copy for pair in pairs if pair.held_out]
   exact = sum(pair.similarity == 1.0 for pair in pairs if pair.held_out)
-  print(
-    f"{len(set(of_held_out))} training documents repeat held-out ones ({exact} exactly); "
-    f"{sum(not pair.held_out for pair in pairs)} repeat other training documents"
-  )
+  said = f"{len(set(of_held_out))} training documents repeat held-out ones ({exact} exactly)"
+  print(f"{said}; {sum(not pair.held_out for pair in pairs)} repeat other training documents")
   if parsed.output:
     print(f"{parsed.output}: {duplicates.write_ids(parsed.output, of_held_out)} ids; use it as dataset_exclude_file")
   return 0

@@ -25,45 +25,26 @@ from maxghost.data.windows import Order, Units, Windows
 _MOST_FILES_IN_A_STATE = 1000
 
 
-def load_dataset(
-  cfg: DataConfig,
-  seed: int = 0,
-  num_shards: int = 1,
-  shard: int = 0,
-  *,
-  batch_size: int | None = None,
-  vocab_size: int | None = None,
-  records: str = "text",
-) -> Dataset:
+def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
+                 vocab_size: int | None = None, records: str = "text") -> Dataset:  # fmt: skip
   """The dataset of a configuration.
 
-  Args:
-    cfg: the data section.
-    seed: of the document order and the split.
-    num_shards: equal parts of the global batch.
-    shard: the part that this process reads.
-    batch_size: rows of the global batch; default per_device_batch_size for each shard.
-    vocab_size: of the model; the tokenizer's must not be larger.
-    records: what a document is, as the objective says (`config.plugins.Objective.records`).
-
-  Raises:
-    ConfigError: the data does not allow what the configuration asks for.
+  cfg: the data section. seed: of the document order and the split. num_shards: equal parts of the global batch. shard:
+  the one that this process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard.
+  vocab_size: of the model; the tokenizer's must not be larger. records: what a document is, as the objective says
+  (`config.plugins.Objective.records`). Raises ConfigError where the data does not allow what is asked for.
   """
   source, tokenizer = open_all(cfg, seed, vocab_size, records)
   return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, records=records)
 
 
-def open_all(
-  cfg: DataConfig, seed: int, vocab_size: int | None = None, records: str = "text"
-) -> tuple[Source, Tokenizer]:
+def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None, records="text") -> tuple[Source, Tokenizer]:
   """The source (tokenized if `dataset_files` names a prepared folder) and the tokenizer. Raises ConfigError."""
   cfg = kept(cfg, records)
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-    raise ConfigError(
-      f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer_type={cfg.tokenizer_type}; "
-      f"use vocab_size={tokenizer.vocab_size} or more"
-    )
+    said = f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of"
+    raise ConfigError(f"{said} tokenizer_type={cfg.tokenizer_type}; use vocab_size={tokenizer.vocab_size} or more")
   folder = next((item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)), None)
   if folder is None:
     return sources.open_source(cfg, seed), tokenizer
@@ -74,17 +55,9 @@ def open_all(
   return PreparedSource(folder, tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
 
 
-def make_dataset(
-  source: Source,
-  cfg: DataConfig,
-  seed: int = 0,
-  num_shards: int = 1,
-  shard: int = 0,
-  *,
-  batch_size: int | None = None,
-  tokenizer: Tokenizer | None = None,
-  records: str = "text",
-) -> Dataset:
+def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *,
+                 batch_size: int | None = None, tokenizer: Tokenizer | None = None,
+                 records: str = "text") -> Dataset:  # fmt: skip
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
@@ -96,9 +69,8 @@ def make_dataset(
   streams, weights = _streams(cfg, parts[0], seed)
   identity, per_lane = _identity(cfg, seed, batch_size, parts), batch_size // cfg.dataset_shards
   rows = (shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards)
-  train = TrainIterator(
-    streams, weights, identity, rows_per_lane=per_lane, rows=rows, num_workers=cfg.grain_worker_count
-  )
+  options = {"rows_per_lane": per_lane, "rows": rows, "num_workers": cfg.grain_worker_count}
+  train = TrainIterator(streams, weights, identity, **options)
   dataset = Dataset(parts, train, next(iter(cfg.validation_sets.values())), seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
     raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
@@ -126,9 +98,7 @@ def kept(cfg: DataConfig, records: str) -> DataConfig:
   return dataclasses.replace(cfg, train_data_columns=Kept(known if asked == ("text",) else asked))
 
 
-def _parts(
-  source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records: str
-) -> list[Units]:
+def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
   excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
@@ -139,25 +109,21 @@ def _parts(
     files = expand("ghost_val_sets", given)
     read = text.load(files, dataclasses.replace(kept(plain, kind), document_fields=()))
     if both := [domain for domain in read.domains if domain in source.domains]:
-      raise ConfigError(
-        f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data; name it otherwise"
-      )
+      said = f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data"
+      raise ConfigError(f"{said}; name it otherwise")
     splits.append((read, Split(read, read.domains, 1.0, seed), kind))
   domains = [domain for one, *_ in splits for domain in one.domains]
   if not cfg.ghost_val_sets and not set(held_out) & set(domains):
-    raise ConfigError(
-      f"ghost_val_sets is not given; name the domain that documents are held out of: {', '.join(domains)}"
-    )
+    said = "ghost_val_sets is not given"
+    raise ConfigError(f"{said}; name the domain that documents are held out of: {', '.join(domains)}")
   check_known("ghost_val_sets", held_out, domains, "the data")
   hashes, sizes = [], set()
   for one, split, _ in splits:
     for domain in (domain for domain in one.domains if domain in held_out):
       pool = split.pool(domain, POOL_DOCUMENTS)
       if not len(pool) and cfg.ghost_val_fraction > 0:
-        raise ConfigError(
-          f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of validation domain '{domain}' is none: "
-          "the validation set is empty; use a larger share or a domain with more documents"
-        )
+        said = f"ghost_val_fraction={cfg.ghost_val_fraction} of the documents of validation domain '{domain}' is none"
+        raise ConfigError(f"{said}: the validation set is empty; use a larger share or a domain with more documents")
       if isinstance(one, PreparedSource):
         hashes.append(one.content_hashes(pool))
         sizes.update(one.sizes(pool).tolist())
@@ -166,10 +132,9 @@ def _parts(
         hashes.append(content_hashes(found))
         sizes.update(map(len, found))
   if all(splits[0][1].left_out(indices).all() for indices in scan(len(source))):
-    raise ConfigError(
-      "there is nothing to train on: every document is held out for validation or excluded; use a smaller "
-      f"ghost_val_fraction or more data{', or list more in dataset_include_file' * bool(cfg.dataset_include_file)}"
-    )
+    more = ", or list more in dataset_include_file" * bool(cfg.dataset_include_file)
+    said = "there is nothing to train on: every document is held out for validation or excluded"
+    raise ConfigError(f"{said}; use a smaller ghost_val_fraction or more data{more}")
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
   parts = []
   for one, split, kind in splits:
@@ -211,18 +176,14 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
     return [windows(Order([units.all_units()], seed), name="", window_bytes=size)], None
   parts, streams = [units.units_of(number) for number in range(len(domains))], []
   if cfg.mixture == "epochs":
-    order = Order(parts, seed, [weights[domain] for domain in domains])
-    return [windows(order, name="", window_bytes=size)], None
+    return [windows(Order(parts, seed, [weights[domain] for domain in domains]), name="", window_bytes=size)], None
   for domain, part in zip(domains, parts, strict=True):
     if weights[domain] <= 0:
       continue
     if len(part) < cfg.dataset_shards:
-      raise ConfigError(
-        f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of domain "
-        f"'{domain}'; use fewer"
-      )
-    share = max(1 << 18, int(size * weights[domain]))
-    streams.append(windows(Order([part], seed), name=domain, window_bytes=share))
+      said = f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of"
+      raise ConfigError(f"{said} domain '{domain}'; use fewer")
+    streams.append(windows(Order([part], seed), name=domain, window_bytes=max(1 << 18, int(size * weights[domain]))))
   return streams, [weights[stream.name] for stream in streams]
 
 
@@ -234,19 +195,16 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
     try:
       weights[name.strip()] = float(number.removesuffix("x"))
     except ValueError:
-      raise ConfigError(
-        f"dataset_mixture has '{item}', which is not of the form domain=share (0.25) or domain=times (2x)"
-      ) from None
+      said = f"dataset_mixture has '{item}'"
+      raise ConfigError(f"{said}, which is not of the form domain=share (0.25) or domain=times (2x)") from None
     check_known("dataset_mixture", [name.strip()], domains, "the data")
     if not 0 <= weights[name.strip()] < float("inf"):
       raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
   if cfg.mixture == "proportional":
     return weights
   if missing := [domain for domain in domains if domain not in weights]:
-    raise ConfigError(
-      f"dataset_mixture needs a number for each domain, but has none for {', '.join(missing)}; add "
-      f"{missing[0]}=..., or leave the domain out with dataset_domains"
-    )
+    said = f"dataset_mixture needs a number for each domain, but has none for {', '.join(missing)}"
+    raise ConfigError(f"{said}; add {missing[0]}=..., or leave the domain out with dataset_domains")
   total = sum(weights.values())
   if cfg.mixture == "weights" and abs(total - 1) > 1e-6:
     fixed = ",".join(f"{name}={value / total:.6g}" for name, value in weights.items()) if total else "a=0.5,b=0.5"
@@ -262,16 +220,13 @@ def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: in
     raise ConfigError(f"a global batch of {batch_size} rows does not divide over {num_shards} shards; use a multiple")
   if batch_size % lanes:
     divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
-    raise ConfigError(
-      f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows; use one of {divisors}"
-    )
+    said = f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows"
+    raise ConfigError(f"{said}; use one of {divisors}")
   if len(source) < lanes:
     raise ConfigError(f"dataset_shards={lanes} is more than the {len(source)} documents of the data; use fewer")
   if source.num_bytes < cfg.max_target_length:
-    raise ConfigError(
-      f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes; "
-      "use a shorter row or more data"
-    )
+    said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
+    raise ConfigError(f"{said}; use a shorter row or more data")
 
 
 def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -> dict:
@@ -286,7 +241,5 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -
   settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded, *parts[0].settings)
   settings += () if included is None else ("include", *included.tolist())
   files = {name: value for part in parts for name, value in part.source.files.items()}
-  return {
-    "fingerprint": f"{text_hash(*map(repr, settings)):016x}",
-    "files": files if len(files) <= _MOST_FILES_IN_A_STATE else {},
-  }
+  kept = files if len(files) <= _MOST_FILES_IN_A_STATE else {}
+  return {"fingerprint": f"{text_hash(*map(repr, settings)):016x}", "files": kept}

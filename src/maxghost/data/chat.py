@@ -35,11 +35,6 @@ class Template:
   source: str
   words: tuple[tuple[str, str], ...] = ()  # the special tokens that templates know by name, (name, token)
 
-  @property
-  def is_marked(self) -> bool:
-    """Whether the template says itself what the assistant says."""
-    return "endgeneration" in self.source
-
   def render(self, messages: Sequence[dict], tools: Any = None, *, prompt: bool = False) -> str:
     """The text of a conversation. prompt: with the beginning of the assistant's answer."""
     return re.sub(_MARKS, "", self._render(messages, tools, prompt))
@@ -47,7 +42,8 @@ class Template:
   def spans(self, messages: Sequence[dict], tools: Any, first: int) -> tuple[str, Spans, list[str]]:
     """(the text, where the assistant speaks in it, the prompts that begin it). first: the message from which on the
     assistant's turns count."""
-    text, spans, prompts = (self._by_marks if self.is_marked else self._by_prefixes)(messages, tools, first)
+    marked = "endgeneration" in self.source  # the template says itself what the assistant says
+    text, spans, prompts = (self._by_marks if marked else self._by_prefixes)(messages, tools, first)
     said = "".join(text[start:stop] for start, stop in spans)
     for turn, message in enumerate(messages):
       content = (message.get("content") or "").rpartition("</think>")[2].strip()
@@ -78,11 +74,9 @@ class Template:
     return text, spans, prompts
 
   def _render(self, messages: Sequence[dict], tools: Any, prompt: bool) -> str:
-    given = [_with_reasoning(message) for message in messages]
+    given = {"messages": [_with_reasoning(message) for message in messages], "tools": tools, "documents": None}
     try:
-      return _compiled(self.name, self.source).render(
-        messages=given, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.words)
-      )
+      return _compiled(self.name, self.source).render(**given, add_generation_prompt=prompt, **dict(self.words))
     except Exception as error:  # a template may raise anything
       raise self._error(f"fails: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
 
@@ -149,9 +143,8 @@ def _compiled(name: str, source: str) -> Any:
     fixed = os.environ.get("SOURCE_DATE_EPOCH")  # for a run that is continued on another day
     return (datetime.datetime.fromtimestamp(int(fixed)) if fixed else datetime.datetime.now()).strftime(form)
 
-  made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-  )
+  more = [Generation, jinja2.ext.loopcontrols]
+  made = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=more)
   made.filters["tojson"] = tojson
   made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
   try:

@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ _MANY_DOCUMENTS = 1 << 23  # above, documents are not examined one by one before
 _COPY_CANDIDATES = 100_000  # hashed at the start to find copies; with more candidates, copies are found during training
 
 
-@dataclass(frozen=True, slots=True)
-class DomainSummary:
+class DomainSummary(NamedTuple):
   """Documents and text bytes of a domain, and how many of them are held out; None where counting takes too long."""
 
   domain: str
@@ -49,13 +47,9 @@ class Dataset:
 
   Documents are numbered through the training source, then through the held-out files.
 
-  Attributes:
-    parts: the training source, and the held-out files if there are any.
-    source: the training source, including its held-out documents.
-    fingerprint: changes with the data.
-    max_segments: S, the most segments of a row; the same for every batch of a run.
-    train: the iterator of training batches (`next`, `state`, `restore`).
-    val_domain: the domain of the first validation set.
+  parts: the training source, and the held-out files if there are any. source: the training source, including its
+  held-out documents. fingerprint: changes with the data. max_segments: S, the most segments of a row, the same for all
+  batches of a run. train: the iterator of training batches (`next`, `state`, `restore`). val_domain: of the first set.
   """
 
   def __init__(self, parts: Sequence[Units], train: TrainIterator, val_domain: str, seed: int):
@@ -126,11 +120,9 @@ class Dataset:
     return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
-    """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end.
-
-    A function of the arguments and the configuration. domain: default that of the first validation set. Raises
-    ConfigError when the domain has no held-out documents.
-    """
+    """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end. A function
+    of the arguments and the configuration. domain: default that of the first validation set. Raises ConfigError when
+    the domain has no held-out documents."""
     rows = self.validation_rows(domain)
     num_rows //= 1 if rows.partner is None else 2  # a pair makes two rows of a batch
     numbers = (index * num_rows + np.arange(num_rows)).tolist()
@@ -149,9 +141,8 @@ class Dataset:
     order = lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)  # noqa: E731
     rows = packing.pack(encoded, self.layout, order)
     if not len(rows):
-      raise ConfigError(
-        f"validation domain '{domain}' has no held-out documents; those of '{self.val_domain}' are held out"
-      )
+      said = f"validation domain '{domain}' has no held-out documents"
+      raise ConfigError(f"{said}; those of '{self.val_domain}' are held out")
     return rows.numbered_from(self._ends[number] - len(part.source))
 
 
@@ -178,7 +169,5 @@ def _summary(part: Units) -> list[DomainSummary]:
     weights = sizes if sizes is not None else np.zeros(len(indices), np.int64)
     columns = (np.ones(len(indices)), weights, out, np.where(out, weights, 0))
     table += np.stack([np.bincount(numbers, column, len(source.domains)) for column in columns], 1).astype(np.int64)
-  return [
-    DomainSummary(domain, row[0], row[1] if sized else None, row[2], row[3] if sized else None)
-    for domain, row in zip(source.domains, table.tolist(), strict=True)
-  ]
+  rows = [[row[0], row[1] if sized else None, row[2], row[3] if sized else None] for row in table.tolist()]
+  return [DomainSummary(domain, *row) for domain, row in zip(source.domains, rows, strict=True)]

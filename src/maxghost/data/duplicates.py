@@ -4,8 +4,8 @@ import json
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ _SHINGLE_WORDS, _PERMUTATIONS = 8, 128  # the standard error of a similarity is 
 _BATCH = 256  # documents read together
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
   """A training document and the document it repeats."""
 
   copy: DocumentId

@@ -27,10 +27,8 @@ def content_hashes(texts: Iterable[bytes]) -> np.ndarray:
 
 
 def mix(x: np.ndarray | int) -> np.ndarray:
-  """SplitMix64's finalizer: a bijection of uint64 whose output bits each depend on all input bits.
-
-  Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-  """
+  """SplitMix64's finalizer: a bijection of uint64 whose output bits each depend on all input bits. Source: Steele, Lea
+  and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014."""
   with np.errstate(over="ignore"):
     x = np.asarray(x).astype(np.uint64) + GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -52,16 +50,13 @@ def permutation(size: int, *seeds: int) -> np.ndarray:
 
 
 def shuffled_index(positions: np.ndarray, size: int, *seeds: int) -> np.ndarray:
-  """Elements at `positions` of a pseudo-random permutation of 0..size-1, without storing the permutation.
-
-  A four-round Feistel network on the next even number of bits, repeated until the value is below `size` (fewer than
-  four times on average). positions: int64[n], each in [0, size). Returns int64[n].
-  """
+  """Elements at `positions` of a pseudo-random permutation of 0..size-1, without storing the permutation. A four-round
+  Feistel network on the next even number of bits, repeated until the value is below `size` (fewer than four times on
+  average). positions: int64[n], each in [0, size). Returns int64[n]."""
   if size <= 1:
     return np.zeros_like(positions)
   half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-  mask = np.uint64((1 << int(half)) - 1)
-  keys = [combine(*seeds, number) for number in range(4)]
+  mask, keys = np.uint64((1 << int(half)) - 1), [combine(*seeds, number) for number in range(4)]
   out = np.array(positions, np.uint64)
   todo = np.arange(out.size)
   while todo.size:

@@ -44,10 +44,8 @@ class Encoded:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-  """Packed rows, stored as the places of their segments in a token array; `fill` makes arrays of them.
-
-  Tokens, weights and reference are as in `Encoded`. partner: as many rows with the rejected responses of pairs.
-  """
+  """Packed rows, stored as the places of their segments in a token array; `fill` makes arrays of them. Tokens, weights
+  and reference are as in `Encoded`. partner: as many rows with the rejected responses of pairs."""
 
   tokens: np.ndarray
   row_ends: np.ndarray  # int64[R], cumulative number of chunks; the following are per chunk, in the order of the rows
@@ -88,13 +86,10 @@ def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, int]:
-  """Places each chunk into the row with the least room that still holds it; the row of each, int64[C], and R.
-
-  Chunks are taken longest first (best-fit decreasing, Johnson 1973) within small groups that each contain all lengths;
-  otherwise the shortest chunks would fill rows that run out of segments before they are full. length: int64[C].
-  """
-  row = np.empty(len(length), np.int64)
-  order = np.argsort(-length, kind="stable")
+  """Places each chunk into the row with the least room that still holds it; the row of each, int64[C], and R. Chunks
+  are taken longest first (best-fit decreasing, Johnson 1973) within small groups that each contain all lengths;
+  otherwise the shortest chunks would fill rows that run out of segments before they are full. length: int64[C]."""
+  row, order = np.empty(len(length), np.int64), np.argsort(-length, kind="stable")
   num_full = int(np.count_nonzero(length == row_length))
   row[order[:num_full]] = np.arange(num_full)
   order = order[num_full:]
@@ -125,10 +120,8 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
 
 
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:
-  """Concatenates the documents in `order` and cuts them where a row is full or has max_segments.
-
-  Returns document, first pair, number of pairs and row of each chunk (int64[C] each).
-  """
+  """Concatenates the documents in `order` and cuts them where a row is full or has max_segments. Returns document,
+  first pair, number of pairs and row of each chunk (int64[C] each)."""
   starts = _starts(ends)
   pairs = np.maximum(ends - starts - 1, 0)
   chunks: list[tuple[int, int, int, int]] = []
@@ -224,17 +217,15 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
     columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
   document_BS, offset_BS, inputs, targets, positions, segmentation, *more = columns
   names = (*(["targets_weights"] if weighted else []), REFERENCE)
-  arrays = {
-    "inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation, "targets": targets,
-    "targets_position": positions, "targets_segmentation": segmentation, **dict(zip(names, more, strict=False)),
-  }  # fmt: skip
+  arrays = {"inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation, "targets": targets,
+            "targets_position": positions, "targets_segmentation": segmentation,
+            **dict(zip(names, more, strict=False))}  # fmt: skip
   return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
 
 
 def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weighted: bool) -> tuple[np.ndarray, ...]:
   """Document and offset of each segment, int64[B, S], -1 where there is none; the arrays of a batch, [B, T]."""
-  B, T = len(numbers), layout.row_length
-  stop = rows.row_ends[numbers]
+  B, T, stop = len(numbers), layout.row_length, rows.row_ends[numbers]
   first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
   count = stop - first
   row = np.arange(B).repeat(count)

@@ -5,7 +5,6 @@ the shard's SHA-256) are written last, so after an interrupt only parts without 
 parts are complete, their columns are joined into the index.
 """
 
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -15,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +38,7 @@ _FIELDS = ("field", "field_length")  # of a part: the fields of its documents as
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
   """What the processes share."""
 
   source: Source
@@ -51,15 +49,8 @@ class Job:
   num_parts: int
 
 
-def prepare(
-  source: Source,
-  cfg: DataConfig,
-  folder: str,
-  *,
-  num_workers: int = 1,
-  part_bytes: int = PART_BYTES,
-  progress: Callable[[dict], None] = lambda manifest: None,
-) -> dict:
+def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 1, part_bytes: int = PART_BYTES,
+            progress: Callable[[dict], None] = lambda manifest: None) -> dict:  # fmt: skip
   """Tokenizes a source into a folder, whose complete parts are kept; returns the JSON part of the index.
 
   cfg: states the tokenizer and what to do with corrupt documents. part_bytes: approximate text of a part. progress:
@@ -120,11 +111,9 @@ def verify(folder: str) -> list[str]:
 def _claim(job: Job) -> None:
   """Claims the folder for this job. Raises ConfigError when it holds another one."""
   folder, source = job.folder, job.source
-  mine = {
-    "source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
-    "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
-    "files": source.files, **({"fields": [*source.fields]} if source.fields else {}),
-  }  # fmt: skip
+  mine = {"source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
+          "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
+          "files": source.files, **({"fields": [*source.fields]} if source.fields else {})}  # fmt: skip
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
@@ -184,10 +173,9 @@ def _write_part(job: Job, part: int) -> dict:
   with write_whole(base.with_suffix(".npz")) as file:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
   os.replace(scratch, shard)
-  manifest = {
-    "name": shard.name, "sha256": sha256(shard), "size": shard.stat().st_size, "blocks": len(arrays["block_first"]),
-    "documents": len(lengths), "tokens": sum(lengths), "bytes": int(arrays["num_bytes"].sum()), **counts,
-  }  # fmt: skip
+  manifest = {"name": shard.name, "sha256": sha256(shard), "size": shard.stat().st_size,
+              "blocks": len(arrays["block_first"]), "documents": len(lengths), "tokens": sum(lengths),
+              "bytes": int(arrays["num_bytes"].sum()), **counts}  # fmt: skip
   write_text(base.with_suffix(".json"), json.dumps(sealed(manifest)))
   return manifest
 
@@ -240,11 +228,10 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
-  lengths = dict.fromkeys(prepared.DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(prepared.BLOCK_COLUMNS, num_blocks)
-  columns = {
-    name: np.lib.format.open_memmap(folder / "index" / f"{name}.npy", "w+", prepared.COLUMNS[name], (length,))
-    for name, length in lengths.items()
-  }
+  columns = {}
+  for name in (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS):
+    file, kind = folder / "index" / f"{name}.npy", prepared.COLUMNS[name]
+    columns[name] = np.lib.format.open_memmap(file, "w+", kind, (num_blocks if "block" in name else num_documents,))
   documents = blocks = tokens = 0
   totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
   paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document
@@ -275,23 +262,20 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   (folder / "index" / "paths.bin").write_bytes(paths)
   for name, values in (("path_end", path_end), ("path_domain", path_domain)):
     np.save(folder / "index" / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
-  meta = {
-    "version": prepared.INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
-    "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(job.source.fields),
-    "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
-    "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)), "tokens": tokens,
-    "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
-    "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
-    "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())},
-  }  # fmt: skip
+  meta = {"version": prepared.INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
+          "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(job.source.fields),
+          "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
+          "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)), "tokens": tokens,
+          "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
+          "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
+          "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())}}  # fmt: skip
   write_text(folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
   return meta
 
 
 def _join_fields(job: Job, num_documents: int) -> None:
   """Joins the fields of the parts' documents: one text, and where each of them ends in it."""
-  folder, place, size = job.folder / "index", 0, 0
-  shape = (num_documents * len(job.source.fields),)
+  folder, place, size, shape = job.folder / "index", 0, 0, (num_documents * len(job.source.fields),)
   ends = np.lib.format.open_memmap(folder / f"{prepared.FIELD_END}.npy", "w+", np.int64, shape)
   with open(folder / prepared.FIELD_TEXTS, "wb") as file:
     for part in range(job.num_parts):
@@ -322,10 +306,8 @@ def train_bpe(source: Source, vocab_size: int, path: str) -> None:
     raise ConfigError(f"--train_bpe {vocab_size} is below the 259 ids of bytes and specials; use 259 or more")
   inner, bytes_only = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
   inner.pre_tokenizer, inner.decoder = bytes_only(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-  specials, alphabet = ["<|bos|>", "<|eos|>", "<|pad|>"], bytes_only.alphabet()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=vocab_size, special_tokens=specials, show_progress=False, initial_alphabet=alphabet
-  )
+  known = {"special_tokens": ["<|bos|>", "<|eos|>", "<|pad|>"], "initial_alphabet": bytes_only.alphabet()}
+  trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **known)
   stride = max(1, source.num_bytes // _BPE_BYTES)
 
   def texts() -> Iterator[str]:

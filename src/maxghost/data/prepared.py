@@ -23,10 +23,8 @@ INDEX_FILE = "maxghost-index.json"
 INDEX_VERSION = 1
 # Per document: hash of the id, hash of the text, number of the path, offset in it, bytes of text, and the cumulative
 # number of tokens. Per block: the number of documents before it, and its domain. Per path: its end in paths.bin.
-DOCUMENT_COLUMNS = {
-  "id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64, "num_bytes": np.int64,
-  "token_end": np.int64,
-}  # fmt: skip
+DOCUMENT_COLUMNS = {"id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64,
+                    "num_bytes": np.int64, "token_end": np.int64}  # fmt: skip
 BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
 PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
 COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
@@ -51,14 +49,8 @@ def read_index(folder: Path) -> dict:
 class PreparedSource(Source):
   """The documents of a prepared folder. Texts are decoded from tokens, exactly if the tokenizer is lossless."""
 
-  def __init__(
-    self,
-    folder: str,
-    tokenizer: Tokenizer,
-    domains: tuple[str, ...] = (),
-    fields: tuple[str, ...] = (),
-    is_checked: bool = False,
-  ):
+  def __init__(self, folder: str, tokenizer: Tokenizer, domains: tuple[str, ...] = (), fields: tuple[str, ...] = (),
+               is_checked: bool = False):  # fmt: skip
     """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
     is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit."""
     self._folder = Path(folder)
@@ -68,10 +60,8 @@ class PreparedSource(Source):
     made_with = meta["tokenizer"]
     if made_with["fingerprint"] != tokenizer.fingerprint:
       path = folder if made_with["copied"] else made_with["path"]
-      raise ConfigError(
-        f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={made_with['type']}"
-        + (f" tokenizer_path={path}" if made_with["path"] else " and no tokenizer_path")
-      )
+      way = f"{made_with['type']} " + (f"tokenizer_path={path}" if made_with["path"] else "and no tokenizer_path")
+      raise ConfigError(f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={way}")
     check_known("dataset_domains", domains, meta["domains"], folder)
     self._asked, kept = fields, tuple(meta.get("fields", ()))
     wanted = wanted_fields(fields or kept)
@@ -113,8 +103,7 @@ class PreparedSource(Source):
     return DocumentId(self.meta["domains"][int(columns["path_domain"][number])], path, int(columns["offset"][index]))
 
   def document_fields(self, index: int) -> tuple[str, ...]:
-    first = index * len(self.meta["fields"]) if self.fields else 0
-    values = []
+    first, values = index * len(self.meta["fields"]) if self.fields else 0, []
     for place in self._field_places:
       start = int(self._field_ends[first + place - 1]) if first + place else 0
       values.append(self._field_texts[start : int(self._field_ends[first + place])].tobytes().decode("utf-8"))
@@ -146,8 +135,7 @@ class PreparedSource(Source):
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
     read = lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())  # noqa: E731
     raw = read_by_shard(shards, records, read)
-    tabled, item = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize
-    out = []
+    tabled, item, out = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize, []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
       first, stop = self.documents_of(block)
       count = self.tokens_before(stop) - self.tokens_before(first)
@@ -162,8 +150,7 @@ class PreparedSource(Source):
     """Tokens of documents, and the bytes behind each as `block_tokens` gives them. Raises CorruptError."""
     blocks = np.searchsorted(self.columns["block_first"], indices, side="right") - 1
     wanted = np.unique(blocks)
-    read = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True))
-    out = []
+    read, out = dict(zip(wanted.tolist(), self.block_tokens(wanted), strict=True)), []
     for index, block in zip(np.asarray(indices).tolist(), blocks.tolist(), strict=True):
       (tokens, sizes), before = read[block], self.tokens_before(self.documents_of(block)[0])
       place = slice(self.tokens_before(index) - before, self.tokens_before(index + 1) - before)

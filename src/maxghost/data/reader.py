@@ -16,9 +16,7 @@ _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 class Cursor:
   """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead.
-
-  counts: to which those of each window that is begun are added.
-  """
+  counts: to which those of each window that is begun are added."""
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
     self._stream, self._lane, self._workers, self._counts = stream, lane, workers, counts
@@ -59,10 +57,8 @@ class Cursor:
       self._rows, self.place = None, (*self._stream.after(self._lane, epoch, window), 0)
       # A lane of few documents may get no training document in some epochs, but not in all of them.
       if empty > 2 * self._stream.num_windows(self._lane) + _EMPTY_WINDOWS:
-        raise ConfigError(
-          f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for "
-          "validation, empty or left out; use a smaller ghost_val_fraction or more data"
-        )
+        said = f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for"
+        raise ConfigError(f"{said} validation, empty or left out; use a smaller ghost_val_fraction or more data")
 
   def _make(self, epoch: int, window: int) -> tuple[packing.Rows, dict[str, int]]:
     if isinstance(self._workers, int):
@@ -75,21 +71,11 @@ class Cursor:
 
 class TrainIterator(Iterator[Batch]):
   """Batches of one shard of the global batch, whose rows come from the lanes in order, the same number from each.
-
   Concatenated, the shards' batches are the batch of a single process. `counts` sums what was read so far (documents,
-  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began.
-  """
+  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began."""
 
-  def __init__(
-    self,
-    streams: list[Windows],
-    weights: Sequence[float] | None,
-    identity: dict,
-    *,
-    rows_per_lane: int,
-    rows: tuple[int, int],
-    num_workers: int,
-  ):
+  def __init__(self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
+               rows: tuple[int, int], num_workers: int):  # fmt: skip
     """weights: shares of the streams; None for a single one. identity: what a saved position depends on, `fingerprint`
     and `files`. rows: first row of the global batch that this process reads, and the one after its last. num_workers:
     processes that make windows ahead; 0: a thread."""
@@ -97,10 +83,8 @@ class TrainIterator(Iterator[Batch]):
     self._per_lane, self._rows = rows_per_lane, rows
     self.counts: Counter[str] = Counter()
     workers = num_workers or ThreadPoolExecutor(1, thread_name_prefix="maxghost-data")
-    self._lanes = {
-      lane: [Cursor(stream, lane, workers, self.counts) for stream in streams]
-      for lane in range(rows[0] // rows_per_lane, -(-rows[1] // rows_per_lane))
-    }
+    lanes = range(rows[0] // rows_per_lane, -(-rows[1] // rows_per_lane))
+    self._lanes = {lane: [Cursor(stream, lane, workers, self.counts) for stream in streams] for lane in lanes}
     self._batches = self._first_batch = 0
     self._weights, self._changes = weights, ()
 
@@ -115,9 +99,7 @@ class TrainIterator(Iterator[Batch]):
     The list holds all changes of the run in order of b; a later call may extend it. `state()` does not contain it: the
     caller saves the changes and passes them again after `restore`.
 
-    Raises:
-      ConfigError: dataset_mixture has no shares.
-      ValueError: a change at a batch that was drawn already.
+    Raises ConfigError where dataset_mixture has no shares, ValueError for a change at a batch that was drawn already.
     """
     if self._weights is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
@@ -171,21 +153,17 @@ class TrainIterator(Iterator[Batch]):
     return {**self._identity, "batches": self._batches, "lanes": lanes}
 
   def restore(self, state: dict) -> None:
-    """Continues from a `state()` of the same data and settings, saved with any number of shards.
-
-    Raises:
-      ConfigError: the data changed (the message names the files), or the state lacks a lane of this process.
-    """
+    """Continues from a `state()` of the same data and settings, saved with any number of shards. Raises ConfigError
+    where the data changed (naming the files), or the state lacks a lane of this process."""
     if state.get("version") != _STATE_VERSION:
       raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
     if state["fingerprint"] != self._identity["fingerprint"]:
       changed = changed_keys(state["files"], self._identity["files"])
-      named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-      prints = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
-      raise ConfigError(
-        "the data or its settings changed since the position was saved "
-        f"({f'changed: {named}' if changed else prints}); restore them, or start a new run with another run_name"
-      )
+      why = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
+      if changed:
+        why = f"changed: {', '.join(changed[:5])}" + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+      said = f"the data or its settings changed since the position was saved ({why})"
+      raise ConfigError(f"{said}; restore them, or start a new run with another run_name")
     if lost := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:
       fix = "join the positions of all processes with data.merge_states"
       raise ConfigError(f"the saved data position has no lanes {lost}; {fix}")

@@ -88,9 +88,7 @@ def load(name: str) -> Reward:
   return found
 
 
-def judge(
-  functions: dict[str, Reward], prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list]
-) -> dict[str, np.ndarray]:
+def judge(functions: dict[str, Reward], prompts: list[str], completions: list[str], columns: dict) -> dict[str, Any]:
   """{name: rewards float64 [B], NaN for None} of the functions. Raises RolloutError with the prompt and the answer."""
   found = {}
   for name, function in functions.items():

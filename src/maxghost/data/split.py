@@ -15,15 +15,8 @@ _SCAN = 1 << 20  # documents examined together
 class Split:
   """The held-out share of the validation domains of a source."""
 
-  def __init__(
-    self,
-    source: Source,
-    val_domains: tuple[str, ...],
-    fraction: float,
-    seed: int,
-    excluded: np.ndarray | None = None,
-    included: np.ndarray | None = None,
-  ):
+  def __init__(self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int,
+               excluded: np.ndarray | None = None, included: np.ndarray | None = None):  # fmt: skip
     """val_domains: those of other sources are ignored. excluded, included: sorted `id_hashes` of the documents not to
     train on, and of the only ones; None = all."""
     self._source, self._seed = source, seed

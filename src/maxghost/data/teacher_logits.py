@@ -32,8 +32,7 @@ def segments(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[int, slice]]:
   """(hash of the tokens, place in the flattened rows) of each segment of a batch."""
   segment_BT, tokens = arrays["inputs_segmentation"], np.asarray(arrays["inputs"], np.int32).ravel()
   number = (segment_BT + (segment_BT.max() + 1) * np.arange(len(segment_BT))[:, None]).ravel()
-  edges = np.flatnonzero(np.diff(number, prepend=-1, append=-1)).tolist()
-  for first, stop in itertools.pairwise(edges):
+  for first, stop in itertools.pairwise(np.flatnonzero(np.diff(number, prepend=-1, append=-1)).tolist()):
     if segment_BT.flat[first]:
       yield text_hash(tokens[first:stop].tobytes()), slice(first, stop)
 

@@ -11,10 +11,8 @@ from maxghost.data.tokenizers import HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, Tikto
 
 FOLDER, TEMPLATE = "tokenizer", "chat_template.jinja"
 # What transformers saves beside a model for its tokenizer, and the tokens that end a text.
-HUGGINGFACE_FILES = (
-  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-  "vocab.json", "merges.txt", TEMPLATE, "generation_config.json",
-)  # fmt: skip
+HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                     "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, "generation_config.json")  # fmt: skip
 
 
 def save(tokenizer: Tokenizer, kind: str, folder: Path, template: str = "") -> None:

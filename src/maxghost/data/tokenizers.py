@@ -7,10 +7,8 @@ V: size of the vocabulary.
 import base64
 import functools
 import hashlib
-import itertools
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,22 +19,17 @@ from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.sources.base import import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
-_MOST_WORDS = 1 << 20  # in the table of an AsciiWords
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
 SPECIAL_WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SPECIALS = {
-  "bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
-  "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
-  "pad_token": ("<|pad|>", "<pad>", "[PAD]"),
-}
+_SPECIALS = {"bos_token": ("<|bos|>", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
+             "eos_token": ("<|eos|>", "</s>", "<eos>", "<|end_of_text|>", "[EOS]", "<|endoftext|>"),
+             "pad_token": ("<|pad|>", "<pad>", "[PAD]")}  # fmt: skip
 
 
 class Tokenizer:
-  """Converts documents to token ids and back. Is pickled by the path of its file.
-
-  byte_table: uint8 or int32[V], source bytes of each id; decoding is then exact. None for a tokenizer that normalizes
-  text, whose `encode_bytes` gives them token by token.
-  """
+  """Converts documents to token ids and back. Is pickled by the path of its file. byte_table: uint8 or int32[V], source
+  bytes of each id; decoding is then exact. None for a tokenizer that normalizes text, whose `encode_bytes` gives them
+  token by token."""
 
   name: str
   path: Path | None = None  # of its file
@@ -147,7 +140,7 @@ class HuggingFaceTokenizer(Tokenizer):
     self._inner.encode_special_tokens = True
     self._inner.no_truncation()
     self._inner.no_padding()
-    self.name, self.path, self.fingerprint, self._ascii = str(file), file, _digest(raw), None
+    self.name, self.path, self.fingerprint = str(file), file, _digest(raw)
     vocab = self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     self._set_specials(vocab, file.parent / "tokenizer_config.json")
@@ -161,16 +154,8 @@ class HuggingFaceTokenizer(Tokenizer):
         elif all(letter in decoder for letter in token):
           pieces[number] = bytes(decoder[letter] for letter in token)
       self._set_pieces(pieces)
-      if _splits_as_gpt2(json.loads(raw)):
-        self._ascii = AsciiWords(self._inner.model)
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    if self._ascii is None:
-      return self._encode(texts)
-    other = iter(self._encode([text for text in texts if not text.isascii()]))
-    return [self._ascii.encode(text) if text.isascii() else next(other) for text in texts]
-
-  def _encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
     return [np.array(e.ids, np.int32) for e in self._inner.encode_batch_fast(decoded, add_special_tokens=False)]
 
@@ -199,46 +184,6 @@ class HuggingFaceTokenizer(Tokenizer):
     if self.byte_table is not None:
       return super().decode(ids)
     return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True).encode("utf-8")
-
-
-class AsciiWords:
-  """Byte-level BPE of ASCII text by a table of words: the same ids as the library's, several times faster.
-
-  The library encodes a word (a piece of GPT-2's splitting rule) once; afterwards the table, which threads may share,
-  gives its ids. For ASCII, a bytes pattern expresses that rule.
-  """
-
-  _SPLIT = re.compile(rb"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
-
-  def __init__(self, model):
-    self._model = model
-    self._letters = {byte: letter for letter, byte in _byte_level_alphabet().items()}
-    self._table: dict[bytes, tuple[int, ...]] = {}
-
-  def encode(self, text: bytes) -> np.ndarray:
-    """Ids of an ASCII text, int32[n]."""
-    if len(self._table) > _MOST_WORDS:
-      self._table = {}
-    table, words = self._table, self._SPLIT.findall(text)
-    for word in set(words):
-      if word not in table:
-        tokens = self._model.tokenize("".join(map(self._letters.__getitem__, word)))
-        table[word] = tuple(token.id for token in tokens)
-    return np.fromiter(itertools.chain.from_iterable(map(table.__getitem__, words)), np.int32)
-
-
-def _splits_as_gpt2(parts: dict) -> bool:
-  """Whether a tokenizer.json holds a byte-level BPE with GPT-2's splitting rule and no other step."""
-  split, model = parts.get("pre_tokenizer") or {}, parts["model"]
-  return (
-    parts.get("normalizer") is None
-    and split.get("type") == "ByteLevel"
-    and split.get("use_regex", True)
-    and not split["add_prefix_space"]
-    and model.get("type") == "BPE"
-    and not model.get("dropout")
-    and all(token["special"] for token in parts["added_tokens"])
-  )
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -273,11 +218,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-  """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks.
-
-  With a file of ranks, text is split as in Llama 3, and the begin and end tokens follow the ranks. A `*.encoding.json`,
-  as a run saves it, names its file of ranks and also holds the splitting rule and special tokens.
-  """
+  """A tiktoken encoding by name (`o200k_base`; looked up in TIKTOKEN_CACHE_DIR), or a file of ranks. With a file of
+  ranks, text is split as in Llama 3, and the begin and end tokens follow the ranks. A `*.encoding.json`, as a run saves
+  it, names its file of ranks and also holds the splitting rule and special tokens."""
 
   def __init__(self, path: str):
     tiktoken = import_package("tiktoken", "tokenizer_type=tiktoken")
@@ -308,11 +251,9 @@ class TiktokenTokenizer(Tokenizer):
     return [np.array(ids, np.int32) for ids in self._inner.encode_ordinary_batch(decoded, num_threads=threads)]
 
 
-_KINDS = {
-  HUGGINGFACE: (HuggingFaceTokenizer, "a tokenizer.json or its folder"),
-  SENTENCEPIECE: (SentencePieceTokenizer, "a SentencePiece model file (*.model)"),
-  TIKTOKEN: (TiktokenTokenizer, "the name of an encoding such as o200k_base, or a .tiktoken file"),
-}
+_KINDS = {HUGGINGFACE: (HuggingFaceTokenizer, "a tokenizer.json or its folder"),
+          SENTENCEPIECE: (SentencePieceTokenizer, "a SentencePiece model file (*.model)"),
+          TIKTOKEN: (TiktokenTokenizer, "the name of an encoding such as o200k_base, or a .tiktoken file")}  # fmt: skip
 # How Llama 3 splits text before its merges, as its published tokenizer configuration states it.
 _LLAMA3_SPLIT = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -327,10 +268,8 @@ def _tiktoken_name(tiktoken, name: str):
   try:
     return tiktoken.get_encoding(name)
   except Exception as error:  # whatever the library's download raises
-    raise ConfigError(
-      f"tokenizer_path={name} could not be loaded ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that "
-      "holds its file, or give a .tiktoken file"
-    ) from error
+    said = f"tokenizer_path={name} could not be loaded ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder"
+    raise ConfigError(f"{said} that holds its file, or give a .tiktoken file") from error
 
 
 def _tiktoken_file(tiktoken, path: str):

@@ -101,8 +101,7 @@ class Units:
       ids, sizes = [ids for ids, _ in pairs], concatenated([size for _, size in pairs])
     else:
       ids, sizes = self.tokenizer.encode(texts), None
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    return self.frame([(concatenated(ids), lengths, sizes)], documents)
+    return self.frame([(concatenated(ids), np.fromiter(map(len, ids), np.int64, len(ids)), sizes)], documents)
 
   def frame(self, pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray) -> Encoded:
     """Adds the layout's begin and end tokens to documents. pieces: (ids of some documents end to end, int64 length of
@@ -134,11 +133,9 @@ def concatenated(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 class Order:
-  """The units of an epoch by position, in a new order each epoch.
-
-  parts: units, each part sorted by number. repeats: how often an epoch goes through each part; 1.5 reads all, and a
-  random half again, a new one each epoch. None: each unit of the only part once.
-  """
+  """The units of an epoch by position, in a new order each epoch. parts: units, each part sorted by number. repeats:
+  how often an epoch goes through each part; 1.5 reads all, and a random half again, a new one each epoch. None: each
+  unit of the only part once."""
 
   def __init__(self, parts: Sequence[np.ndarray | range], seed: int, repeats: Sequence[float] | None = None):
     self._parts, self._seed, self._once = parts, seed, repeats is None
@@ -157,19 +154,16 @@ class Order:
       here = part_numbers == number
       copy, index = np.divmod(place[here] - (self._ends[number - 1] if number else 0), max(1, len(part)))
       for times in () if self._once else np.unique(copy):
-        index[copy == times] = shuffled_index(
-          index[copy == times], len(part), _COPY, self._seed, epoch, number, int(times)
-        )
+        seeds = (_COPY, self._seed, epoch, number, int(times))
+        index[copy == times] = shuffled_index(index[copy == times], len(part), *seeds)
       out[here] = index + part.start if isinstance(part, range) else part[index]
     return out
 
 
 def row_domains(weights: Sequence[float], seed: int, lane: int, first: int, count: int) -> np.ndarray:
-  """int64[count]: domain numbers of the rows first, first + 1, ... of a lane in a mixture.
-
-  The domains divide [0, 1) by weight, and the rows visit it in steps of the golden ratio: after n rows, a domain of
-  weight w has had n w rows within a few (Weyl 1916).
-  """
+  """int64[count]: domain numbers of the rows first, first + 1, ... of a lane in a mixture. The domains divide [0, 1) by
+  weight, and the rows visit it in steps of the golden ratio: after n rows, a domain of weight w has had n w rows within
+  a few (Weyl 1916)."""
   ends = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))
   with np.errstate(over="ignore"):
     steps = (np.uint64(first) + np.arange(count, dtype=np.uint64)) * GOLDEN
@@ -179,13 +173,10 @@ def row_domains(weights: Sequence[float], seed: int, lane: int, first: int, coun
 
 class Windows:
   """The windows of every lane of one stream: of all the data, or of a domain. The stream's name enters its seeds.
-
-  order: the stream's units by position. window_bytes: approximate text of a window.
-  """
+  order: the stream's units by position. window_bytes: approximate text of a window."""
 
   def __init__(self, units: Units, order: Order, *, name: str, seed: int, num_lanes: int, window_bytes: int):
-    self.units, self._order = units, order
-    self.name, self.seed, self._num_lanes = name, seed, num_lanes
+    self.units, self._order, self.name, self.seed, self._num_lanes = units, order, name, seed, num_lanes
     self._units_per_window = max(1, window_bytes // units.mean_bytes(order.all_units))
 
   def _num_units(self, lane: int) -> int:

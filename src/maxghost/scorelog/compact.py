@@ -16,16 +16,12 @@ ROWS_PER_FILE = 8_000_000
 
 
 def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows: bool = False) -> list[str]:
-  """Merges the finished score files of a run; returns one line about each merge.
-
-  A merged file replaces the last of its files; the others are removed afterwards, also those that an earlier compaction
-  merged before it was killed. Files that a run in training may write again stay. Raises ConfigError as `load` does.
-  """
-  log = load(run_dir, accept_lost_rows=accept_lost_rows)
-  running = _is_running(run_dir)
-  files = [shard for shard in log.shards if isinstance(shard, Shard)]
-  open_from = min((s.first_step for s in files if running and not s.meta.get("closed")), default=None)
-  groups = _groups([s for s in files if open_from is None or s.last_step < open_from], rows_per_file)
+  """Merges the finished score files of a run; returns one line about each merge. A merged file replaces the last of its
+  files; the others are removed afterwards, also those that an earlier compaction merged before it was killed. Files
+  that a run in training may write again stay. Raises ConfigError as `load` does."""
+  log, running = load(run_dir, accept_lost_rows=accept_lost_rows), _is_running(run_dir)
+  open_from = min((s.first_step for s in log.shards if running and not s.meta.get("closed")), default=None)
+  groups = _groups([s for s in log.shards if open_from is None or s.last_step < open_from], rows_per_file)
   lines = [f"left as it is: {message}" for message in log.messages]
   for group in groups:
     path, sizes = group[-1].path, sum(shard.path.stat().st_size for shard in group)
@@ -36,7 +32,7 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
     steps, rows = f"steps {group[0].first_step} to {group[-1].last_step}", sum(shard.num_rows for shard in group)
     bytes_now = f"{path.stat().st_size:,} bytes from {sizes:,} in {len(group)} files"
     lines.append(f"{path}: {steps}, {rows:,} rows, {bytes_now}")
-  if left := [] if running else _left_behind(files):
+  if left := [] if running else _left_behind(log.shards):
     lines.append(f"removed {len(left)} files whose rows are in others, or that were half written")
   for path in left:
     path.unlink()
@@ -85,10 +81,9 @@ def _groups(shards: list[Shard], rows_per_file: int) -> list[list[Shard]]:
 
 
 def _follows(shard: Shard, last: Shard) -> bool:
-  whole = last.before is None or shard.before is None or shard.before[1] - last.before[1] == last.num_rows
   layouts = [part and part.layout for part in (last.modules, shard.modules)]
   same = shard.process_index == last.process_index and shard.fields == last.fields
-  return same and whole and layouts[0] == layouts[1]
+  return same and shard.before[1] - last.before[1] == last.num_rows and layouts[0] == layouts[1]
 
 
 def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:
@@ -107,9 +102,7 @@ def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:
 
   modules = fmt.Modules.joined([part for shard in shards if (part := shard.modules) is not None])
   last = shards[-1]
-  meta = last.meta | {
-    "schema_version": fmt.version_of(last.parts), "first_step": shards[0].first_step, "before": shards[0].before,
-    "closed": True, "ledger": ledger,
-  }  # fmt: skip
+  meta = last.meta | {"schema_version": fmt.version_of(last.parts), "first_step": shards[0].first_step,
+                      "before": shards[0].before, "closed": True, "ledger": ledger}  # fmt: skip
   steps = np.concatenate([fmt.with_ledger(shard.steps, len(last.val_sets), ledger) for shard in shards])
   write_shard(last.path, meta, tables, steps, modules, blocks(), sum(shard.num_rows for shard in shards))

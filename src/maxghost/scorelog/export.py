@@ -32,8 +32,7 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
   metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}
   steps = iter([columns_of(log.steps, log.val_sets)])
-  sources = {"rows": _row_tables(pa, log), "steps": steps, "modules": _modules(log)}
-  written = []
+  sources, written = {"rows": _row_tables(pa, log), "steps": steps, "modules": _modules(log)}, []
   try:
     folder.mkdir(parents=True, exist_ok=True)
     for name, tables in sources.items():

@@ -32,10 +32,8 @@ _ROW_TYPES = ("<i8", "<i4", "<i4", "<i8", "<i8", "<i4", "<i4", "<f4", "<f4", "<f
 
 
 # Names that a field of documents cannot have: columns of the log and of answers, and what answers are grouped by.
-TAKEN = frozenset(ROW_COLUMNS) | {
-  "document", "source", "layer", "module", "text", "in_all", "chunks", "half_width", "per_million_tokens",
-  "per_million_half_width", "per_chunk",
-}  # fmt: skip
+TAKEN = frozenset(ROW_COLUMNS) | {"document", "source", "layer", "module", "text", "in_all", "chunks", "half_width",
+                                  "per_million_tokens", "per_million_half_width", "per_chunk"}  # fmt: skip
 
 
 def units(ledger: Sequence[str]) -> dict[str, str]:
@@ -53,21 +51,19 @@ def part_columns(parts: Sequence[str]) -> tuple[str, ...]:
   return tuple(f"contribution_{part}" for part in parts)
 
 
-def row_dtype(
-  num_sets: int, version: int = SCHEMA_VERSION, fields: Sequence[str] = (), parts: Sequence[str] = ()
-) -> np.dtype:
-  """One scored chunk; `dot` and contributions are f32[K]. Schema 1 has no `share`. fields: of the documents."""
+def row_dtype(num_sets: int, fields: Sequence[str] = (), parts: Sequence[str] = ()) -> np.dtype:
+  """One scored chunk; `dot` and contributions are f32[K]. fields: of the documents."""
   shapes = {"dot": (num_sets,), "contribution": (num_sets,)}
   columns = [(n, t, shapes.get(n, ())) for n, t in zip(ROW_COLUMNS, _ROW_TYPES, strict=True)]
   columns += [(name, "<f4", (num_sets,)) for name in part_columns(parts)]
-  return np.dtype([*(c for c in columns if version > 1 or c[0] != "share"), *((name, "<i4") for name in fields)])
+  return np.dtype([*columns, *((name, "<i4") for name in fields)])
 
 
-def step_dtype(num_sets: int, ledger: Sequence[str] = LEDGER, version: int = SCHEMA_VERSION) -> np.dtype:
+def step_dtype(num_sets: int, ledger: Sequence[str] = LEDGER) -> np.dtype:
   """One training step; what was not measured is NaN. ledger: the optimizer's columns, f64[K] each, in their order."""
   per_set = ("val_loss", "prev_val_loss", "prev_predicted", "predicted_curvature", *ledger, "check_rel_err")
   fields = [("step", "<i8"), *((n, "<f8") for n in STEP_SCALARS), *((n, "<f8", (num_sets,)) for n in per_set)]
-  return np.dtype([*fields, *((n, "<f8") for n in (STEP_OTHERS if version > 1 else ()))])
+  return np.dtype([*fields, *((n, "<f8") for n in STEP_OTHERS)])
 
 
 def unmeasured_steps(step, num_sets: int, ledger: Sequence[str] = LEDGER) -> np.ndarray:
@@ -109,10 +105,8 @@ def frame(library: str, columns: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Modules:
-  """Contribution in nats by module, layer and domain: contribution_SMLDK f32 over the S steps of `steps`.
-
-  A module outside the layer stack has its value in layer 0 and NaN in the others.
-  """
+  """Contribution in nats by module, layer and domain: contribution_SMLDK f32 over the S steps of `steps`. A module
+  outside the layer stack has its value in layer 0 and NaN in the others."""
 
   names: tuple[str, ...]
   domains: tuple[str, ...]

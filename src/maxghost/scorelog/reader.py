@@ -17,23 +17,18 @@ from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.files import check_seal
 from maxghost.config.values import nearest_beside
 from maxghost.scorelog import format as fmt
-from maxghost.scorelog import ghostsuite, selection, tokens
+from maxghost.scorelog import selection, tokens
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered
 
 SHOWN_LOSSES = 6
 
 
-def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1.0) -> "ScoreLog":
+def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
   """Opens the score log of a run, after comparing each file with its checksum.
 
-  Args:
-    run_dir: holds `ghost/`, or is that folder, or a folder with a custom loop's files or GhostSuite's .pt logs.
-    accept_lost_rows: continue without damaged or missing files; `messages` lists them.
-    ghostsuite_scale: A**2 / S**2 for GhostSuite's logs of A micro-batches per step and a loss scaler of S.
-
-  Raises:
-    ConfigError: for a missing or foreign folder, a damaged or missing file (unless accepted), a file of a newer schema,
-      or files that were scored against different validation sets.
+  run_dir: holds `ghost/`, or is that folder, or a folder with a custom loop's files. accept_lost_rows: continue without
+  damaged or missing files; `messages` lists them. Raises ConfigError for a missing or foreign folder, a damaged or
+  missing file (unless accepted), a file of another schema, or files scored against different validation sets.
   """
   run_dir = Path(run_dir)
   if not run_dir.is_dir():
@@ -44,8 +39,8 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
   if not shards and lost:
     raise ConfigError(f"run_dir={run_dir}: none of {len(lost)} score files is readable ({lost[0]})")
   if shards:
-    log = ScoreLog(run_dir, drop_covered(shards), [], accept_lost_rows)
-    lost += [*_missing(log.shards, written), *_old_parquet(folder)]
+    log = ScoreLog(run_dir, drop_covered(shards), accept_lost_rows)
+    lost += [*_missing(log.shards, written), *_unread(folder)]
     lost += tokens.missing(folder, log.checksums("tokens_crc"))
     lost += selection.missing(folder, log.checksums("selection_crc"))
     if lost and not accept_lost_rows:
@@ -54,14 +49,9 @@ def load(run_dir, *, accept_lost_rows: bool = False, ghostsuite_scale: float = 1
       raise ConfigError(f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. {way}")
     log.messages += [f"lost: {sentence}" for sentence in lost]
     return log
-  if (foreign := ghostsuite.find_folder(run_dir)) is not None:
-    files, messages = ghostsuite.read(foreign, ghostsuite_scale)
-    if not files:
-      raise ConfigError(f"run_dir={run_dir}: none of GhostSuite's logs is readable ({messages[-1]})")
-    return ScoreLog(run_dir, drop_covered(files), messages)
   is_run = (run_dir / "config.yml").is_file()
   nothing = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
-  found = "".join(_old_parquet(folder)) or nothing
+  found = "".join(_unread(folder)) or nothing
   raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 
@@ -97,10 +87,9 @@ def _missing(shards: list[Shard], written: dict[int, dict]) -> Iterator[str]:
   for process, group in itertools.groupby(shards, lambda shard: shard.process_index):
     end, last = (0, 0), None
     for shard in group:
-      before = shard.before or end
-      if before != end:
-        yield _gap(f"before step {shard.first_step}", last, before, end)
-      end, last = (before[0] + len(shard.steps), before[1] + shard.num_rows), shard.last_step
+      if shard.before != end:
+        yield _gap(f"before step {shard.first_step}", last, shard.before, end)
+      end, last = shard.after, shard.last_step
     if process in written and (total := tuple(written.pop(process).values())) > end:
       yield _gap("at the end", last, total, end)
   for process, position in written.items():
@@ -115,21 +104,21 @@ def _gap(where: str, last: int | None, there: tuple, have: tuple) -> str:
   return f"{there[0] - have[0]} steps with {there[1] - have[1]} rows are missing {where}{after}"
 
 
-def _old_parquet(folder: Path) -> list[str]:
-  said = f"{folder / 'parquet'} holds scores that an earlier maxghost compacted to Parquet, which is no longer read"
-  return [said] if any(folder.glob("parquet/rows_*.parquet")) else []
+def _unread(folder: Path) -> list[str]:
+  kinds = {"parquet/rows_*.parquet": "an earlier maxghost", "dot_prod_log_iter_*.pt": "GhostSuite"}
+  kinds["grad_dotprods/dot_prod_log_iter_*.pt"] = "GhostSuite"
+  found = ((made, next(folder.glob(pattern), None)) for pattern, made in kinds.items())
+  return [f"{path} holds scores of {made}, which this one does not read" for made, path in found if path]
 
 
 class ScoreLog:
-  """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S].
+  """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S]. val_sets,
+  objective: of all files. parts: of a row, each with a column contribution_<part>. ledger: columns of the predicted
+  drop. columns: of the rows, with the fields of the documents behind. messages: sentences for the reader."""
 
-  val_sets, objective: of all files. parts: of a row, each with a column contribution_<part>. ledger: columns of the
-  predicted drop. columns: of the rows, with the fields of the documents behind. messages: sentences for the reader.
-  """
-
-  def __init__(self, run_dir: Path, shards: list, messages: list[str], accept_lost_rows: bool = True):
-    self.run_dir, self.shards, self.messages = run_dir, shards, messages
-    self.accept_lost_rows = accept_lost_rows
+  def __init__(self, run_dir: Path, shards: list[Shard], accept_lost_rows: bool):
+    self.run_dir, self.shards, self.accept_lost_rows = run_dir, shards, accept_lost_rows
+    self.messages: list[str] = []
     self.val_sets, self.objective = shards[0].val_sets, shards[0].objective
     for shard in shards:
       if (shard.val_sets, shard.objective) != (self.val_sets, self.objective):
@@ -140,7 +129,7 @@ class ScoreLog:
     self.units = fmt.units(self.ledger)
     self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
     if partial := sorted({name for shard in shards for name in shard.fields} - set(self.fields)):
-      messages.append(f"only some of the score files have the documents' {', '.join(partial)}")
+      self.messages.append(f"only some of the score files have the documents' {', '.join(partial)}")
     self.parts = shards[0].parts
     self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
@@ -183,10 +172,8 @@ class ScoreLog:
     return bool(np.isfinite(self.steps["learning_rate_in_all"]).any())
 
   def in_all(self, rows: np.ndarray) -> np.ndarray:
-    """f64[N, K]: contributions with what momentum does with the gradients of `rows` later; NaN where unknown.
-
-    In steps with learning rate 0 the product is formed from `dot`, since the contribution is 0 there.
-    """
+    """f64[N, K]: contributions with what momentum does with the gradients of `rows` later; NaN where unknown. In steps
+    with learning rate 0 the product is formed from `dot`, since the contribution is 0 there."""
     steps = self.steps
     place_N = np.searchsorted(steps["step"], rows["step"])
     rate_S, reach_S = steps["learning_rate"], steps["learning_rate_in_all"]

@@ -31,30 +31,25 @@ from maxghost.scorelog import format as fmt
 _SEAL = re.compile(rb"maxghost crc32 ([0-9a-f]{8})")
 _SEAL_BYTES = len(b"maxghost crc32 00000000")
 # What zipfile, zlib and NumPy raise for bytes that are no archive or no array.
-DAMAGE = (
-  OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError, struct.error,
-  zlib.error, zipfile.BadZipFile,
-)  # fmt: skip
+DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError, struct.error,
+          zlib.error, zipfile.BadZipFile)  # fmt: skip
 
 
 class DamagedShard(ConfigError):
   """A file whose bytes are not those that were written; the message says why."""
 
 
-def write_shard(
-  path: Path, meta: dict, tables: Mapping[str, Iterable[str]], steps: np.ndarray, modules: fmt.Modules | None,
-  rows: np.ndarray | Iterable[np.ndarray], num_rows: int | None = None,
-) -> None:  # fmt: skip
-  """Writes one file, whole or not at all.
-
-  meta: the header. rows: records of `format.row_dtype`, one array or blocks with `num_rows` rows together; they point
-  into `tables`: of domain, path and the fields that the header names. steps: records of `format.step_dtype`.
-  """
+def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], steps: np.ndarray,
+                modules: fmt.Modules | None, rows: np.ndarray | Iterable[np.ndarray],
+                num_rows: int | None = None) -> None:  # fmt: skip
+  """Writes one file, whole or not at all. meta: the header. rows: records of `format.row_dtype`, one array or blocks
+  with `num_rows` rows together; they point into `tables`: of domain, path and the fields that the header names. steps:
+  records of `format.step_dtype`."""
   blocks, num_rows = ([rows], len(rows)) if isinstance(rows, np.ndarray) else (rows, num_rows)
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
-  members |= {f"{name}_table": _strings(texts) for name, texts in tables.items()} | {"steps": steps}
+  members |= {f"{name}_table": np.array([*texts], np.str_) for name, texts in tables.items()} | {"steps": steps}
   if modules is not None:
-    members["module_names"], members["module_domains"] = _strings(modules.names), _strings(modules.domains)
+    members |= {f"module_{name}": np.array(getattr(modules, name), np.str_) for name in ("names", "domains")}
     members["module_steps"] = np.asarray(modules.steps, np.int64)
     members["module_contribution"] = np.asarray(modules.contribution_SMLDK, np.float32)
   with write_whole(path) as file:
@@ -67,7 +62,7 @@ def write_shard(
         np.lib.format.write_array(buffer, np.asarray(array, order="C"), allow_pickle=False)
         archive.writestr(info, buffer.getvalue())
       with archive.open(zipfile.ZipInfo("rows.npy"), "w", force_zip64=True) as member:
-        dtype = fmt.row_dtype(len(meta["val_sets"]), fields=meta.get("fields", ()), parts=meta.get("parts", ()))
+        dtype = fmt.row_dtype(len(meta["val_sets"]), meta.get("fields", ()), meta.get("parts", ()))
         header = np.lib.format.header_data_from_array_1_0(np.zeros(0, dtype)) | {"shape": (num_rows,)}
         np.lib.format.write_array_header_1_0(member, header)
         for block in blocks:
@@ -76,10 +71,6 @@ def write_shard(
     checksum = _checksum(file, size)
     file.seek(size)
     file.write(b"maxghost crc32 %08x" % checksum)
-
-
-def _strings(values: Iterable[str]) -> np.ndarray:
-  return np.array(list(values), dtype=np.str_)
 
 
 def _checksum(file: BinaryIO, size: int) -> int:
@@ -94,51 +85,41 @@ def _checksum(file: BinaryIO, size: int) -> int:
   return checksum
 
 
-def _is_sealed(path: Path) -> bool:
-  """Whether the file ends with a checksum, which is then compared. Raises ValueError where it does not match."""
+def _check_seal(path: Path) -> None:
+  """Raises ValueError for a file that does not end with the checksum of its bytes."""
   with open(path, "rb") as file:
     if (size := file.seek(0, os.SEEK_END) - _SEAL_BYTES) < 0:
       raise ValueError("not a score file" if size > -_SEAL_BYTES else "empty file")
     file.seek(size)
-    seal = _SEAL.fullmatch(file.read())
-    if seal is not None and int(seal[1], 16) != _checksum(file, size):
+    if (seal := _SEAL.fullmatch(file.read())) is None:
+      raise ValueError("the checksum at its end is missing: cut short or changed, or written by an older maxghost")
+    if int(seal[1], 16) != _checksum(file, size):
       raise ValueError("its bytes do not match its checksum")
-    return seal is not None
 
 
 class Shard:
-  """One opened file whose checksum was compared: its header in memory, tables and rows read on demand.
-
-  Schema 1 is read as schema 2: a row's share is its part of the step's tokens. Raises DamagedShard for a file that is
-  not whole, ConfigError for one of a later maxghost, FileNotFoundError.
-  """
+  """One opened file whose checksum was compared: its header in memory, tables and rows read on demand. before, after:
+  steps and rows of the process in front of the file, and up to its end. Raises DamagedShard for a file that is not
+  whole, ConfigError for one of another schema, FileNotFoundError."""
 
   def __init__(self, path: Path):
     self.path = path
     with self._reading():
-      sealed = _is_sealed(path)
+      _check_seal(path)
       with zipfile.ZipFile(path) as archive:
-        if not sealed and (bad := archive.testzip()):
-          raise ValueError(f"{bad} does not match its checksum")
         self.meta = json.loads(str(np.lib.format.read_array(io.BytesIO(archive.read("meta.npy")))))
-        self.version = self.meta["schema_version"]
-        if not isinstance(self.version, int) or self.version > fmt.SCHEMA_VERSION:
+        if (version := self.meta["schema_version"]) not in (fmt.SCHEMA_VERSION - 1, fmt.SCHEMA_VERSION):
           reads = f"this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
-          raise ConfigError(f"{path}: schema_version={self.version}, {reads}")
-        if not sealed and self.version > 1:
-          raise ValueError("the checksum at its end is missing: cut short or changed")
-        self.val_sets = tuple(self.meta["val_sets"])
-        self.process_index = int(self.meta["process_index"])
+          raise ConfigError(f"{path}: schema_version={version}, {reads}")
+        self.val_sets, self.process_index = tuple(self.meta["val_sets"]), int(self.meta["process_index"])
         self.first_step, self.last_step = int(self.meta["first_step"]), int(self.meta["last_step"])
-        before = self.meta.get("before")
-        self.before = (int(before[0]), int(before[1])) if before else None  # steps and rows of the log in front of it
-        self.ledger = tuple(self.meta.get("ledger", fmt.LEDGER))
+        self.before = (int(self.meta["before"][0]), int(self.meta["before"][1]))
+        self.ledger, self.objective = tuple(self.meta["ledger"]), str(self.meta["objective"])
         self.fields, self.parts = (tuple(self.meta.get(name, ())) for name in ("fields", "parts"))
-        self.objective = str(self.meta.get("objective", fmt.NEXT_TOKEN))
         with archive.open("rows.npy") as member:
           (self.num_rows,), self._dtype = _row_header(member)
         self._names = {name.removesuffix(".npy") for name in archive.namelist()}
-      if self._dtype != fmt.row_dtype(len(self.val_sets), self.version, self.fields, self.parts):
+      if self._dtype != fmt.row_dtype(len(self.val_sets), self.fields, self.parts):
         raise ValueError("its rows have an unknown layout")
 
   @contextlib.contextmanager
@@ -163,6 +144,10 @@ class Shard:
     return fmt.with_ledger(self._table("steps"), len(self.val_sets), self.ledger)
 
   @property
+  def after(self) -> tuple[int, int]:
+    return self.before[0] + len(self.steps), self.before[1] + self.num_rows
+
+  @property
   def modules(self) -> fmt.Modules | None:
     if "module_contribution" not in self._names:
       return None
@@ -178,23 +163,10 @@ class Shard:
         data = member.read(size)
         if len(data) != size:
           raise EOFError("became shorter while it was read")
-        rows = np.frombuffer(data, self._dtype)
-        yield rows if self.version > 1 else self._with_share(rows)
+        yield np.frombuffer(data, self._dtype)
 
   def rows(self) -> np.ndarray:
-    dtype = fmt.row_dtype(len(self.val_sets), fields=self.fields, parts=self.parts)
-    return np.concatenate([np.zeros((0,), dtype), *self.blocks()])
-
-  def _with_share(self, old: np.ndarray) -> np.ndarray:
-    """Rows of schema 1 with their part of the step's tokens, as recorded, else summed over this file's rows."""
-    rows = np.zeros(len(old), fmt.row_dtype(len(self.val_sets)))
-    for name in old.dtype.names or ():
-      rows[name] = old[name]
-    table, every = self.steps, self._table("rows")
-    summed = np.bincount(np.searchsorted(table["step"], every["step"]), every["tokens"], len(table))
-    tokens = np.where(np.isfinite(table["tokens"]), table["tokens"], summed)
-    rows["share"] = old["tokens"] / np.maximum(tokens[np.searchsorted(table["step"], old["step"])], 1)
-    return rows
+    return np.concatenate([np.zeros((0,), self._dtype), *self.blocks()])
 
 
 def _row_header(member) -> tuple[tuple[int, ...], np.dtype]:

@@ -31,9 +31,8 @@ def write(folder: Path, step: int, contribution_KBT: np.ndarray, batch, name_of:
     "contribution_KBT": contribution_KBT,
     **{name: batch.arrays[name] for name in ("inputs", "targets", "inputs_segmentation")},
     **{key: np.array([[str(name[i]) for name in row] for row in names]) for i, key in enumerate(("domain", "path"))},
-    "offset": np.array([[int(name[2]) for name in row] for row in names], np.int64),
-    "chunk": batch.offset_BS,
-  }
+    "offset": np.array([[int(name[2]) for name in row] for row in names], np.int64), "chunk": batch.offset_BS,
+  }  # fmt: skip
   buffer = io.BytesIO()
   np.savez_compressed(buffer, **arrays)
   with write_whole(folder / f"step_{step}.npz", durable=False) as file:

@@ -1,4 +1,4 @@
-"""Writes the score log: every scored row of every step exactly once, in a background thread.
+"""Writes the score log: every scored row of every step exactly once.
 
 `<run>/ghost/dot_prod_log_iter_<step>.npz` holds one interval of `period` steps, of which <step> is the last. `flush`
 also writes the unfinished interval, which the whole one replaces later; of both, a reader keeps the longer. Each file
@@ -7,12 +7,9 @@ holds the number of steps and rows before it, `position.json` the totals, so tha
 K validation sets, N rows, M modules, L layers, D domains.
 """
 
-import copy
 import json
-import queue
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,14 +20,13 @@ from maxghost.config.files import sealed, sync, write_whole
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
-QUEUE_LENGTH = 4  # files waiting for the disk; beyond that the training loop waits too
 REQUIRED = ("tokens", "loss", "dot", "contribution")
 
 
 class Interval:
-  """Steps without a final file. before: steps and rows before them, None unknown. replaced: an early flush's file."""
+  """Steps without a final file. before: steps and rows before them. replaced: an early flush's file."""
 
-  def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple | None, fields: Sequence[str], parts):
+  def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple[int, int], fields: Sequence[str], parts):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
     self._dtype = fmt.row_dtype(num_sets, fields=fields, parts=parts)
     self._columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(parts))
@@ -66,8 +62,7 @@ class Interval:
     return len(row)
 
   def _rows(self, step: int, rows: Mapping, documents: Sequence, step_tokens: float) -> np.ndarray:
-    num_rows = len(documents)
-    array = np.zeros((num_rows,), self._dtype)
+    num_rows, array = len(documents), np.zeros((len(documents),), self._dtype)
     array["step"] = step
     if num_rows and (missing := set(REQUIRED) - set(rows)):
       raise ValueError(f"score rows lack the columns {', '.join(sorted(missing))}")
@@ -75,14 +70,12 @@ class Interval:
     for name in rows:
       if name not in names:
         raise ValueError(f"unknown score column {name!r}{did_you_mean(name, names)}")
-      value = np.asarray(rows[name])
-      expected = array[name].shape
+      value, expected = np.asarray(rows[name]), array[name].shape
       if value.shape != expected and not (value.shape == (num_rows,) and expected == (num_rows, 1)):
         raise ValueError(f"score column {name!r} has shape {value.shape}, expected {expected} for {num_rows} documents")
       array[name] = value.reshape(expected)
     if "share" not in rows:
-      total = step_tokens if np.isfinite(step_tokens) else array["tokens"].sum()
-      array["share"] = array["tokens"] / max(total, 1)
+      array["share"] = array["tokens"] / max(step_tokens if np.isfinite(step_tokens) else array["tokens"].sum(), 1)
     for i, (domain, path, offset, *fields) in enumerate(documents):
       if len(fields) != len(self.tables) - len(fmt.TEXTS):
         raise ValueError(f"document {documents[i]!r}: expected domain, path, offset and {list(self.tables)[2:]}")
@@ -94,23 +87,14 @@ class Interval:
   def _modules(self, step: int, modules: Mapping) -> fmt.Modules:
     names, domains = tuple(modules["names"]), tuple(modules["domains"])
     value_MLDK = np.asarray(modules["contribution"], np.float32)
-    if value_MLDK.ndim == 3 and self._num_sets == 1:
-      value_MLDK = value_MLDK[..., None]
-    num_layers = value_MLDK.shape[1] if value_MLDK.ndim == 4 else 0
-    expected = (len(names), num_layers, len(domains), self._num_sets)
+    value_MLDK = value_MLDK[..., None] if value_MLDK.ndim == 3 and self._num_sets == 1 else value_MLDK
+    expected = (len(names), value_MLDK.shape[1] if value_MLDK.ndim == 4 else 0, len(domains), self._num_sets)
     if value_MLDK.shape != expected:
       raise ValueError(f"module contributions have shape {value_MLDK.shape}, expected [M, layers, D, K] = {expected}")
     found = fmt.Modules(names, domains, np.array([step]), value_MLDK[None])
     if self.modules and found.layout != self.modules[0].layout:
       raise ValueError("the names of modules and domains must not change inside a run")
     return found
-
-  def copy(self) -> Self:
-    """A frozen view for the writing thread: lists are copied, arrays are shared (they never change)."""
-    other = copy.copy(self)
-    vars(other).update({n: v.copy() for n, v in vars(self).items() if isinstance(v, (list, dict))})
-    other.tables = {name: table.copy() for name, table in self.tables.items()}
-    return other
 
   def contents(self) -> tuple[dict[str, list[str]], np.ndarray, fmt.Modules | None, np.ndarray]:
     """The arguments of `shard.write_shard` after path and header."""
@@ -141,26 +125,20 @@ class Interval:
 class Writer:
   """Writes one process's part of the score log: for the trainer, the manager and custom training loops.
 
-  The next call raises the errors of the background thread (disk full, ...).
+  A file is written within the call that completes its interval; what the disk refuses is raised as OSError.
 
-  Args:
-    run_dir: the run's folder; files go to its `ghost/` (`folder`, which may be changed before the first step).
-    val_sets: names of the K validation sets.
-    process: (number of this process, how many write); process 0 also restores the files of processes beyond these.
-    period: steps per file.
-    fingerprint: of the data source; it tells a reader whether the texts are still the same.
-    objective: of the training.
-    ledger: columns of the predicted drop, `predicted_examples` among them, as the optimizer names them.
-    direction: that the scores were computed with.
-    fields: names of what each document is given with besides domain, path and offset, such as the id of its record.
-    parts: of the rows; each has a column contribution_<part>.
+  run_dir: the run's folder; files go to its `ghost/` (`folder`, which may be changed before the first step). val_sets:
+  names of the K validation sets. process: (number of this process, how many write); process 0 also restores the files
+  of processes beyond these. period: steps per file. fingerprint: of the data source; it tells a reader whether the
+  texts are still the same. objective: of the training. ledger: columns of the predicted drop, `predicted_examples`
+  among them, as the optimizer names them. direction: that the scores were computed with. fields: names of what each
+  document is given with besides domain, path and offset. parts: of the rows; each has a column contribution_<part>.
   """
 
-  def __init__(
-    self, run_dir, val_sets: Sequence[str] = ("manual",), process: tuple[int, int] = (0, 1), period: int = 20,
-    fingerprint: str = "", objective: str = fmt.NEXT_TOKEN, ledger: Sequence[str] = fmt.LEDGER, direction: str = "",
-    fields: Sequence[str] = (), parts: Sequence[str] = (),
-  ):  # fmt: skip
+  def __init__(self, run_dir, val_sets: Sequence[str] = ("manual",), process: tuple[int, int] = (0, 1),
+               period: int = 20, fingerprint: str = "", objective: str = fmt.NEXT_TOKEN,
+               ledger: Sequence[str] = fmt.LEDGER, direction: str = "", fields: Sequence[str] = (),
+               parts: Sequence[str] = ()):  # fmt: skip
     if period < 1:
       raise ConfigError(f"period={period}: at least 1 step per score file")
     if taken := [name for name in fields if name in fmt.TAKEN or not name.isidentifier()]:
@@ -173,36 +151,25 @@ class Writer:
     self.val_sets, self.ledger = tuple(val_sets), tuple(ledger)
     self.fields, self.parts = tuple(fields), tuple(parts)
     written = (*fmt.ROW_COLUMNS, *(fmt.step_dtype(len(self.val_sets), ledger).names or ()))
-    self._about = {
-      "schema_version": fmt.version_of(parts), "val_sets": self.val_sets, "objective": objective, "ledger": self.ledger,
-      "direction": direction, "fields": self.fields, **({"parts": self.parts} if parts else {}),
-      "process_index": self._process_index, "fingerprint": fingerprint,
-      "units": {name: text for name, text in fmt.units(ledger).items() if name in written},
-    }  # fmt: skip
+    self._about = {"schema_version": fmt.version_of(parts), "val_sets": self.val_sets, "objective": objective,
+                   "ledger": self.ledger, "direction": direction, "fields": self.fields,
+                   **({"parts": self.parts} if parts else {}), "process_index": self._process_index,
+                   "fingerprint": fingerprint,
+                   "units": {name: text for name, text in fmt.units(ledger).items() if name in written}}  # fmt: skip
     self._last_step, self._num_steps, self._num_rows, self._restored = -1, 0, 0, False
-    self._error: BaseException | None = None
-    self._queue: queue.Queue = queue.Queue(QUEUE_LENGTH)
-    self._thread: threading.Thread | None = None
     self._pending = self._new_interval()
 
-  def append(
-    self, step_record: Mapping[str, Any], rows: Mapping, documents: Sequence, *, modules: Mapping | None = None
-  ) -> None:
-    """Adds one step.
+  def append(self, step_record: Mapping, rows: Mapping, documents: Sequence, *, modules: Mapping | None = None) -> None:
+    """Adds one step. Raises ValueError for a step out of order, an unknown column or a wrong shape.
 
-    Args:
-      step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
-      rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally share [N], of the batch loss (default:
-        tokens over those of the step), chunk [N], the bytes between the start of the document and the scored chunk, and
-        epoch [N], how often the data had been read through before; and contribution_<part> [N, K].
-      documents: N ids (domain, path, offset), each with the values of the writer's `fields` behind.
-      modules: {"names": M strings, "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not
-        exist (layers of a module outside the stack) are NaN.
-
-    Raises:
-      ValueError: for a step out of order, an unknown column or a wrong shape.
+    step_record: `step` and any of the step columns; what is left out is NaN. Per-set values are [K] (or a scalar).
+    rows: tokens [N], loss [N], dot [N, K], contribution [N, K]; optionally share [N], of the batch loss (default:
+    tokens over those of the step), chunk [N], the bytes between the start of the document and the scored chunk, and
+    epoch [N], how often the data had been read through before; and contribution_<part> [N, K]. documents: N ids
+    (domain, path, offset), each with the values of the writer's `fields` behind. modules: {"names": M strings,
+    "domains": D strings, "contribution": f32[M, L, D, K]} in nats; cells that do not exist (layers outside the stack)
+    are NaN.
     """
-    self._raise_error()
     step = int(step_record["step"])
     if not self._restored and (files := self._own_files()):
       raise ValueError(f"{files[0][0]} is already there: call restore(position), or restore(None) to begin anew")
@@ -210,19 +177,19 @@ class Writer:
     if step <= self._last_step:
       raise ValueError(f"step={step}: the score log already holds step {self._last_step}; steps only grow")
     if self._pending.steps and step // self._period != self._pending.first_step // self._period:
-      self._submit(last=True)
+      self._finish()
     self._num_rows += self._pending.add(step_record, rows, documents, modules)
     self._last_step = step
     self._num_steps += 1
     if (step + 1) % self._period == 0:
-      self._submit(last=True)
+      self._finish()
 
   def flush(self) -> None:
-    """Waits until every appended step is on disk."""
+    """Writes every appended step to disk."""
     if self._pending.steps and self._pending.replaced != self._path(self._pending.last_step):
-      self._submit(last=False)
-    self._queue.join()
-    self._raise_error()
+      self._write(self._pending)
+
+  close = flush
 
   def position(self) -> dict[str, int]:
     """Flushes and returns what `restore` needs: the last step, the number of steps and of rows."""
@@ -231,55 +198,49 @@ class Writer:
 
   def restore(self, position: Mapping[str, int] | None) -> None:
     """Returns the log to `position`, removing later steps; None empties it. Missing scores are reported on stderr."""
-    self._queue.join()
-    self._raise_error()
     last_step = -1 if position is None else int(position["step"])
     former = {process for *_, process in self._files() if process >= self._num_processes}
     for process in sorted(former) if self._process_index == 0 else ():
       other = Writer(self.folder, self.val_sets, (process, 1), self._period, fields=self.fields)
       other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
       other.restore(None if position is None else {"step": last_step})
-    self._last_step, self._num_steps, self._num_rows = last_step, 0, 0
-    self._pending = self._new_interval()
-    self._restored = True
+    self._last_step, self._restored = last_step, True
     (self.folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
     kept = []
     # Partial files that this process left when it was killed, and files of later steps.
     dropped = [path for path in self.folder.glob(".*.tmp") if fmt.process_of(path.name) == self._process_index]
-    for path, shard in self._own_shards(last_step):
-      if shard is None or shard.first_step > last_step:
+    for path, step in self._own_files():
+      try:
+        shard = Shard(path)
+      except DamagedShard as error:
+        print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
+        dropped += [path] * (step > last_step)
+        continue
+      if shard.first_step > last_step:
         dropped.append(path)
-      elif shard.last_step > last_step:
+        continue
+      if shard.val_sets != self.val_sets:
+        sets = f"{', '.join(shard.val_sets)}, this run against {', '.join(self.val_sets)}"
+        said = f"{path}: scored against the validation sets {sets}"
+        raise ConfigError(f"{said}; continue with the same sets or under another run_name")
+      if shard.last_step > last_step:
         self._write(Interval.load(shard, last_step, self.ledger, self.fields))
-        kept.append(self._path(last_step))
-      else:
-        kept.append(path)
+        path = self._path(last_step)
+      kept.append(path)
     for path in dropped:
       path.unlink(missing_ok=True)
     if self.folder.is_dir():
       sync(self.folder)
     self._count(kept, position)
 
-  def close(self) -> None:
-    """Flushes and ends the background thread."""
-    try:
-      self.flush()
-    finally:
-      if self._thread is not None:
-        self._queue.put(None)
-        self._thread.join()
-        self._thread = None
-
   def _count(self, kept: list[Path], position: Mapping[str, int] | None) -> None:
     """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
-    found = end = (0, 0)
+    found, end, pending = (0, 0), (0, 0), None
     for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
-      before, (steps, rows) = shard.before or end, (len(shard.steps), shard.num_rows)
-      found, end = (found[0] + steps, found[1] + rows), (before[0] + steps, before[1] + rows)
+      found, end = (found[0] + len(shard.steps), found[1] + shard.num_rows), shard.after
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
-        self._pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
-        self._pending.before = before
+        pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
     self._num_steps, self._num_rows = end
     for i, key in enumerate(("num_steps", "num_rows")):
       if position is not None and found[i] != position.get(key, found[i]):
@@ -288,32 +249,13 @@ class Writer:
         print(f"maxghost: the score log in {self.folder} {said}", file=sys.stderr)
     if position is not None and "num_steps" in position:  # what was written counts, so that a reader sees the gap
       self._num_steps, self._num_rows = int(position["num_steps"]), int(position["num_rows"])
-    if not self._pending.steps:
-      self._pending = self._new_interval()
+    self._pending = pending or self._new_interval()
     if self._num_steps:
       self._note(self._last_step, self._num_steps, self._num_rows)
 
-  def _own_shards(self, last_step: int) -> Iterator[tuple[Path, Shard | None]]:
-    """This process's files and what is in them (None for a damaged one of steps after `last_step`)."""
-    for path, path_step in self._own_files():
-      try:
-        shard = Shard(path)
-      except DamagedShard as error:
-        print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
-        if path_step > last_step:
-          yield path, None
-        continue
-      if shard.val_sets != self.val_sets and shard.first_step <= last_step:
-        sets = f"{', '.join(shard.val_sets)}, this run against {', '.join(self.val_sets)}"
-        way = "continue with the same sets or under another run_name"
-        raise ConfigError(f"{path}: scored against the validation sets {sets}; {way}")
-      yield path, shard
-
-  def _files(self) -> Iterator[tuple[Path, int, int]]:
+  def _files(self) -> list[tuple[Path, int, int]]:
     """(path, last step, process) of the score files of all processes."""
-    for path in sorted(self.folder.glob("*.npz")):
-      if (name := fmt.parse_shard_name(path.name)) is not None:
-        yield path, *name
+    return [(path, *name) for path in sorted(self.folder.glob("*.npz")) if (name := fmt.parse_shard_name(path.name))]
 
   def _own_files(self) -> list[tuple[Path, int]]:
     return [(path, step) for path, step, process in self._files() if process == self._process_index]
@@ -324,46 +266,27 @@ class Writer:
   def _new_interval(self) -> Interval:
     return Interval(len(self.val_sets), self.ledger, (self._num_steps, self._num_rows), self.fields, self.parts)
 
-  def _submit(self, last: bool) -> None:
-    """Gives the pending interval to the thread; `last`: begins a new interval."""
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._work, name="score-writer", daemon=True)
-      self._thread.start()
-    self._queue.put((self._pending if last else self._pending.copy(), last))
-    if last:
-      self._pending = self._new_interval()
-    else:
-      self._pending.replaced = self._path(self._pending.last_step)
-
-  def _work(self) -> None:
-    while (job := self._queue.get()) is not None:
-      try:
-        if self._error is None:
-          self._write(*job)
-      except BaseException as error:
-        self._error = error
-      finally:
-        self._queue.task_done()
-    self._queue.task_done()
+  def _finish(self) -> None:
+    """Writes the pending interval for the last time, and begins a new one."""
+    self._write(self._pending, closed=True)
+    self._pending = self._new_interval()
 
   def _write(self, interval: Interval, closed: bool = False) -> None:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
-    self.folder.mkdir(parents=True, exist_ok=True)
-    steps = {"first_step": interval.first_step, "last_step": interval.last_step}
-    meta = self._about | steps | {"before": interval.before, "closed": closed}
     path = self._path(interval.last_step)
-    write_shard(path, meta, *interval.contents())
-    if interval.before is not None:
-      steps, rows = (sum(map(len, parts)) for parts in (interval.steps, interval.rows))
+    meta = self._about | {"first_step": interval.first_step, "last_step": interval.last_step}
+    steps, rows = (sum(map(len, parts)) for parts in (interval.steps, interval.rows))
+    try:
+      self.folder.mkdir(parents=True, exist_ok=True)
+      write_shard(path, meta | {"before": interval.before, "closed": closed}, *interval.contents())
       self._note(interval.last_step, interval.before[0] + steps, interval.before[1] + rows)
+    except OSError as error:
+      raise OSError(f"the score log could not be written to {self.folder}: {error}") from error
     if interval.replaced not in (None, path):
       interval.replaced.unlink(missing_ok=True)
+    interval.replaced = path
 
   def _note(self, step: int, num_steps: int, num_rows: int) -> None:
     position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}
     with write_whole(self.folder / fmt.position_name(self._process_index), durable=False) as file:
       file.write(json.dumps(sealed(position)).encode())
-
-  def _raise_error(self) -> None:
-    if self._error is not None:
-      raise OSError(f"the score log could not be written to {self.folder}: {self._error}") from self._error

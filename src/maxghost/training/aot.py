@@ -1,12 +1,11 @@
 """The train step compiled for devices that need not be present: its memory, FLOPs and collectives."""
 
 import contextlib
-import dataclasses
 import pickle
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
@@ -21,8 +20,7 @@ from maxghost.training.memory_report import compiled_sizes, shortage
 from maxghost.training.plan import Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
   """The step compiled for absent devices, and its HLO text; or, if it did not fit, the compiler's message `problem`."""
 
   plan: Plan
@@ -35,26 +33,20 @@ class Compiled:
     layout = self.plan.layout
     slices = num_slices(self.plan.cfg.parallel, layout.mesh.devices.flat)
     _, dcn = mesh_shape(self.plan.cfg.parallel, layout.num_devices, slices)
-    crossing = tuple(axis for axis, size in dcn.items() if size > 1)
-    return collectives.read(self.hlo, dict(layout.mesh.shape), crossing)
+    return collectives.read(self.hlo, dict(layout.mesh.shape), tuple(axis for axis, size in dcn.items() if size > 1))
 
   def save(self, path: Path) -> int:
-    """Pickles the serialized executable; returns its size in bytes.
-
-    JAX's `serialize_executable.deserialize_and_load(*pickle.load(file))` loads it, on these devices and versions.
-    """
+    """Pickles the serialized executable; returns its size in bytes. JAX's
+    `serialize_executable.deserialize_and_load(*pickle.load(file))` loads it, on these devices and versions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.write_bytes(pickle.dumps(serialize_executable.serialize(self.executable)))
 
 
 def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = None) -> Compiled:
-  """Compiles the step; a step that is too large for the memory is not an error.
-
-  options: further compiler options. folder: keeps the texts of the TPU compiler. Raises as `train_step`.
-  """
+  """Compiles the step; a step that is too large for the memory is not an error. options: further compiler options.
+  folder: keeps the texts of the TPU compiler. Raises as `train_step`."""
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
-  platform = plan.layout.platform
-  begin = time.perf_counter()
+  platform, begin = plan.layout.platform, time.perf_counter()
   with _no_cache(), tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
     # XLA cannot always read back what libtpu compiled (`as_text`), so libtpu writes the text.
     dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
@@ -93,30 +85,24 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
     return lines if have is None else [*lines, *shortage(plan.memory, have)], False
   memory = compiled.executable.memory_analysis()
   need = sum(compiled_sizes(memory).values())
-  parts = {
-    **{row.name: row.bytes for row in plan.memory.resident},
-    "temporaries": memory.temp_size_in_bytes,
-    "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-    "program": memory.generated_code_size_in_bytes,
-    "padding of arguments": max(memory.argument_size_in_bytes - plan.memory.arguments, 0),
-  }
+  parts = {**{row.name: row.bytes for row in plan.memory.resident}, "temporaries": memory.temp_size_in_bytes,
+           "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+           "program": memory.generated_code_size_in_bytes,
+           "padding of arguments": max(memory.argument_size_in_bytes - plan.memory.arguments, 0)}  # fmt: skip
   lines = [f"compiled in {compiled.seconds:.1f} s", "memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
   lines.append(f"  {'total':<34}{need / 1e9:10.3f} GB")
   fits = have is None or need <= have
   if have is not None:
-    left = have - need
-    verdict = f"fits, {left / 1e9:.2f} GB to spare" if fits else f"does not fit, {-left / 1e9:.2f} GB too much"
+    left = (have - need) / 1e9
+    verdict = f"fits, {left:.2f} GB to spare" if fits else f"does not fit, {-left:.2f} GB too much"
     lines.append(f"memory: needs {need / 1e9:.2f} of {have / 1e9:.2f} GB: {verdict}")
     lines += [] if fits else shortage(plan.memory, have)
   tokens = plan.rows * plan.cfg.data.max_target_length
   counted = max((compiled.executable.cost_analysis() or {}).get("flops", 0.0), 0.0) * plan.layout.num_devices
+  xla = f"XLA counts {counted / tokens / 1e9:.3f} G, the body of each loop once, scoring and recomputation included"
+  lines.append(plan.memory.beside(compiled_sizes(memory)))
+  lines.append(f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; {xla}")
   found = collectives.table(compiled.collectives())
-  return [
-    *lines,
-    plan.memory.beside(compiled_sizes(memory)),
-    f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; XLA counts {counted / tokens / 1e9:.3f} "
-    "G, the body of each loop once, scoring and recomputation included",
-    "collectives of a step, on each device:" if found else "collectives of a step: none",
-    *(f"  {line}" for line in found),
-  ], fits
+  lines.append("collectives of a step, on each device:" if found else "collectives of a step: none")
+  return [*lines, *(f"  {line}" for line in found)], fits

@@ -12,10 +12,8 @@ NUM_AHEAD = 2
 
 
 class Fetched(NamedTuple):
-  """One training batch: the host's Batch, its arrays on the devices, and the data position after it.
-
-  metrics, record: of the answers that the step sampled (`rollouts`), if it did.
-  """
+  """One training batch: the host's Batch, its arrays on the devices, and the data position after it. metrics, record:
+  of the answers that the step sampled (`rollouts`), if it did."""
 
   batch: Any
   arrays: Any
@@ -25,10 +23,8 @@ class Fetched(NamedTuple):
 
 
 class Batches:
-  """The batches of a dataset, prepared by the objective of the run, or of the validation set.
-
-  sets: {name: (domain, `Objective.prepare`)} of the validation sets; without a name, the first one is meant.
-  """
+  """The batches of a dataset, prepared by the objective of the run, or of the validation set. sets: {name: (domain,
+  `Objective.prepare`)} of the validation sets; without a name, the first one is meant."""
 
   def __init__(self, dataset, prepare: Callable[[Any], Any], sets: Mapping[str, tuple[str, Callable[[Any], Any]]]):
     self._dataset, self._prepare, self._sets = dataset, prepare, sets
@@ -45,11 +41,9 @@ class Batches:
 
 
 class Prefetcher:
-  """Draws `num_batches` batches from a resumable iterator in a background thread, NUM_AHEAD + 1 of them ahead.
-
-  The iterator is ahead of the training, so each batch carries the position after it for checkpoints. `put` sends a
-  batch's arrays to the devices. `next` raises an error of the iterator after the batches before it.
-  """
+  """Draws `num_batches` batches from a resumable iterator in a background thread, NUM_AHEAD + 1 of them ahead. The
+  iterator is ahead of the training, so each batch carries the position after it for checkpoints. `put` sends a batch's
+  arrays to the devices. `next` raises an error of the iterator after the batches before it."""
 
   def __init__(self, iterator, put: Callable[[dict], Any], num_batches: int):
     self._iterator, self._put, self._num_left = iterator, put, num_batches

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,8 +22,7 @@ from maxghost.training.memory_report import compiled_sizes
 from maxghost.training.plan import Plan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Executable:
+class Executable(NamedTuple):
   """One compiled function, with the times to trace and compile it."""
 
   name: str
@@ -43,7 +42,6 @@ class Executable:
 
 def _compiled(name: str) -> functools.cached_property[Callable]:
   """A property of Program. It waits until every process has compiled the function, so that none waits inside it."""
-
   return functools.cached_property(lambda program: program._ready(name))
 
 
@@ -56,8 +54,7 @@ class Program:
   """
 
   def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int], apart: Diloco | None = None):
-    self._futures = futures
-    self.scored = scored
+    self._futures, self.scored = futures, scored
     self.to_host = apart.to_host if apart else scoring.to_host
     self.outer = outer.OuterSteps(outer.Outer(apart), functools.cache(self._ready)) if apart else None
 
@@ -86,9 +83,8 @@ def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
     batch = batch_shapes(cfg, plan.rows // plan.layout.apart, plan.layout)
   try:
     with shardings.tracing_for(plan.layout.platform):  # traces the twin with the kernels of these devices
-      step, twin = step_lib.make_train_step(
-        cfg, plan.graphdef, plan.inner, batch, num_segments=max_segments(cfg.data), num_sets=max(len(val_batches), 1)
-      )
+      sizes = {"num_segments": max_segments(cfg.data), "num_sets": max(len(val_batches), 1)}
+      step, twin = step_lib.make_train_step(cfg, plan.graphdef, plan.inner, batch, **sizes)
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
     raise ConfigError(str(error)) from error
   return plan.apart.train_step(step) if plan.apart else step, twin
@@ -98,8 +94,7 @@ def build(plan: Plan) -> Program:
   """Traces the step and the evaluations, and starts to compile them in the background. Raises as `train_step`."""
   pool = ThreadPoolExecutor(1, "compile")  # one: XLA uses all cores for one compilation
   cfg, graphdef, layout, apart = plan.cfg, plan.graphdef, plan.layout, plan.apart
-  state, batch, val_batches = plan.arguments
-  futures = {}
+  (state, batch, val_batches), futures = plan.arguments, {}
 
   def submit(name: str, begin: float, function: Callable, *arguments, **options) -> None:
     """Lowers here, since only the main thread traces."""
@@ -128,9 +123,8 @@ def build(plan: Plan) -> Program:
   return Program(futures, scored, apart)
 
 
-def lower(
-  name: str, function: Callable, layout: shardings.Layout, *arguments, out_shardings: Any = None
-) -> jax.stages.Lowered:
+def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,
+          out_shardings: Any = None) -> jax.stages.Lowered:  # fmt: skip
   """Lowers a function. A step donates its state, and returns it with the same shardings."""
   options: dict[str, Any] = {"out_shardings": out_shardings}
   if name in ("train_step", "plain_step") or name.startswith(outer.OUTER_STEP):

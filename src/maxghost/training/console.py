@@ -17,11 +17,9 @@ MAX_STEP_LINE = 120  # characters; metrics.jsonl has what does not fit, and all 
 
 
 def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
-  """MaxText's step line in short, then as much of ghost's part as fits, for the first validation set.
-
-  `drop`: by how much the step lowered the validation loss; then the predicted part of the domains that moved it most.
-  Values that the step did not measure are left out.
-  """
+  """MaxText's step line in short, then as much of ghost's part as fits, for the first validation set. `drop`: by how
+  much the step lowered the validation loss; then the predicted part of the domains that moved it most. Values that the
+  step did not measure are left out."""
   line = f"completed step: {record['step']}, seconds: {record['perf/step_time_seconds']:.3f}"
   line += f", Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.0f}, loss: {record['learning/loss']:.3f}"
   if "rollout/reward" in record:
@@ -48,8 +46,7 @@ class Console:
   """Prints lines; between `start` and `stop`, on a terminal, keeps a progress bar with the time left below them."""
 
   def __init__(self, stream: TextIO | None = None):
-    self._stream = stream or sys.stdout
-    self._progress = None
+    self._stream, self._progress = stream or sys.stdout, None
 
   def line(self, text: str) -> None:
     text = printable(text)  # domains and samples come from data and models
@@ -83,19 +80,13 @@ class Console:
 def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> list[str]:
   """Sizes of model, batch and data, the mesh, and the run directory. scored: sizes of the scored parameters."""
   cfg, ghost = plan.cfg, plan.cfg.ghost
-  lines = [
-    *plan.lines(),
-    f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
-    *(f"  {entry.line}" for entry in dataset.summary()),
-    *(f"  {note}" for note in dataset.notes()),
-  ]
+  lines = [*plan.lines(), f"data: {cfg.data.dataset_type}, {dataset.num_train_documents:,} documents to train on",
+           *(f"  {entry.line}" for entry in dataset.summary()), *(f"  {note}" for note in dataset.notes())]  # fmt: skip
   if cfg.val_sets:
-    share = sum(scored.values()) / plan.num_params
-    sets = " and of ".join(f"'{name}'" for name in cfg.val_sets)
-    lines.append(
-      f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against "
-      f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}, schedule {ghost.ghost_schedule}"
-    )
+    share, sets = sum(scored.values()) / plan.num_params, " and of ".join(f"'{name}'" for name in cfg.val_sets)
+    against = f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}"
+    scores = f"{len(scored)} parameter arrays scored ({share:.2%} of all parameters)"
+    lines.append(f"ghost: {scores} against {against}, schedule {ghost.ghost_schedule}")
     if ghost.ghost_curvature == "secant":  # it adds nothing without an earlier validation gradient of the same rows
       renewed = 0 if ghost.carries_curvature else ghost.ghost_val_refresh_steps
       drawn = f" and every {renewed} steps, where new validation rows are drawn (ghost_val_refresh_steps)"
@@ -106,11 +97,8 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
 
 
 def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str) -> list[str]:
-  saved = f"saved in {path / CHECKPOINTS / str(completed_steps)}"
-  if not cfg.checkpoint.checkpoint_period:
-    saved = "not saved, because checkpoint_period=0"
-  elif not completed_steps:
-    saved = "nothing to save"
+  saved = f"saved in {path / CHECKPOINTS / str(completed_steps)}" if completed_steps else "nothing to save"
+  saved = saved if cfg.checkpoint.checkpoint_period else "not saved, because checkpoint_period=0"
   stopped = f"Stopped by {signal} after {completed_steps} of {cfg.run.steps} steps; {saved}"
   again = f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}"
   return [stopped, again] if cfg.checkpoint.checkpoint_period else [stopped]
@@ -124,10 +112,8 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
   except (ValueError, KeyError, TypeError) as error:
     return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
   first, last = records[0], records[-1]
-  lines = [
-    f"Training complete: {len(records)} steps, {tokens:,} target tokens, training loss {first['learning/loss']:.3f} -> "
-    f"{last['learning/loss']:.3f}"
-  ]
+  loss = f"training loss {first['learning/loss']:.3f} -> {last['learning/loss']:.3f}"
+  lines = [f"Training complete: {len(records)} steps, {tokens:,} target tokens, {loss}"]
   if steady := seconds[1:]:  # the first step is a warm-up
     middle = median(steady)
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
@@ -140,10 +126,8 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
 
 def ghost_line(records: list[dict], name: str) -> str:
   """The drop of the validation loss over the run, with its prediction if measured."""
-  actual, predicted, curvature, check = (
-    [record.get(f"ghost/{column}/{name}") for record in records]
-    for column in ("actual_drop", "predicted_drop", "curvature", "check_rel_err")
-  )
+  names = (f"ghost/{column}/{name}" for column in ("actual_drop", "predicted_drop", "curvature", "check_rel_err"))
+  actual, predicted, curvature, check = ([record.get(key) for record in records] for key in names)
   measured = sum("ghost/scored" in record for record in records)
   where = "" if measured == len(records) else f" in the {measured} scored steps of {len(records)}"
   drop = sum(value or 0.0 for value in actual)

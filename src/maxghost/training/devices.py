@@ -53,10 +53,8 @@ def check_layout(cfg: Config, layout: Layout) -> None:
   length, context = cfg.data.max_target_length, layout.rules.sizes["context"]
   if length % context:
     near = max(length - length % context, context)
-    raise ConfigError(
-      f"max_target_length={length} does not divide over context {context}; use max_target_length={near} or "
-      f"{near + context}, or another ici_context_parallelism"
-    )
+    said = f"max_target_length={length} does not divide over context {context}"
+    raise ConfigError(f"{said}; use max_target_length={near} or {near + context}, or another ici_context_parallelism")
   if layout.num_devices == 1:
     return
   rows, parts = rows_per_step(cfg, layout.num_devices), layout.row_parts
@@ -68,24 +66,18 @@ def check_layout(cfg: Config, layout: Layout) -> None:
   chosen = num_chosen(cfg, rows)
   if chosen % parts:
     near = max(parts, chosen - chosen % parts)
-    raise ConfigError(
-      f"ghost_select_fraction={cfg.ghost.ghost_select_fraction:g} of {rows} rows is {chosen}, which does not divide "
-      f"over {parts} devices; use ghost_select_fraction={near / rows:g}"
-    )
+    said = f"ghost_select_fraction={cfg.ghost.ghost_select_fraction:g} of {rows} rows is {chosen}"
+    raise ConfigError(f"{said}, which does not divide over {parts} devices; use ghost_select_fraction={near / rows:g}")
   if distributed.count() > 1 and cfg.run.sample_every:
-    raise ConfigError(
-      f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are "
-      f"{distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint"
-    )
+    said = f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are"
+    raise ConfigError(f"{said} {distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint")
   if distributed.count() > 1 and cfg.samples:
     given = f"objective={cfg.optimizer.objective}"
     raise ConfigError(f"{given} samples in a single process, and there are {distributed.count()}; start one")
   if distributed.count() > 1 and (cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token"):
     key = "ghost_detail=token" if cfg.ghost.ghost_detail == "token" else f"ghost_select={cfg.ghost.ghost_select}"
-    raise ConfigError(
-      f"{key} writes files that one process alone can write; {distributed.count()} processes need "
-      "ghost_select=none and a ghost_detail other than token"
-    )
+    said = f"{key} writes files that one process alone can write; {distributed.count()} processes need"
+    raise ConfigError(f"{said} ghost_select=none and a ghost_detail other than token")
 
 
 def rows_per_step(cfg: Config, num_devices: int) -> int:
@@ -110,9 +102,7 @@ def validation_shapes(cfg: Config, layout: Layout) -> tuple[dict[str, jax.ShapeD
   return tuple(batch_shapes(cfg, cfg.ghost.ghost_val_batch_size, layout, name) for name in cfg.val_objectives)
 
 
-def batch_shapes(
-  cfg: Config, num_rows: int, layout: Layout, objective: str = "", apart: bool = False
-) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(cfg: Config, num_rows: int, layout: Layout, objective: str = "", apart: bool = False) -> dict:
   """Shapes and shardings of a batch of the run's objective, or of another one. apart: as in `Layout.rows`."""
   spec, sharding = create(cfg, objective).batch_spec(num_rows, cfg.data.max_target_length), layout.rows(num_rows, apart)
   return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in spec.items()}

@@ -25,9 +25,8 @@ from maxghost.training import scoring
 GLOBAL, INNER, OUTER = "model", "inner_state", "outer_state"
 # Outputs of a step that are parts of the mean over slices; of the others not listed in `_JOIN` the mean is taken.
 _SHARED_OUT = ("contribution_BSK", "share_BS", "param_contribution", "token_contribution_KBT")
-_JOIN: dict[str, Callable] = {
-  "tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any, "max_logits_LH": np.max, "check_rel_err": np.max,
-}  # fmt: skip
+_JOIN: dict[str, Callable] = {"tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any,
+                              "max_logits_LH": np.max, "check_rel_err": np.max}  # fmt: skip
 
 
 class OuterState(nnx.OptState):
@@ -78,8 +77,7 @@ class Diloco:
     like = self.state
 
     def spread(inner):
-      values = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}
-      made = []
+      values, made = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}, []
       for path, v in nnx.to_flat_state(like):
         x = values.get(path[1:] if path[0] == INNER else path, jnp.zeros((), v.dtype))
         made.append((path, v.replace(jnp.broadcast_to(x, v.shape))))
@@ -138,11 +136,9 @@ class Diloco:
     return lambda whole, val_batches: mapped(self._inner(whole), val_batches)
 
   def to_host(self, out: Mapping[str, Any]) -> dict[str, Any]:
-    """Host copies of outputs: rows as `scoring.to_host`; of all others, one value for the slices of all processes.
-
-    It is the mean over slices, or what `_JOIN` says. diloco/loss/<r>: the loss of slice r. Values on the host are
-    returned as they are. Every process must call it in the same order.
-    """
+    """Host copies of outputs: rows as `scoring.to_host`; of all others, one value for the slices of all processes. It
+    is the mean over slices, or what `_JOIN` says. diloco/loss/<r>: the loss of slice r. Values on the host are returned
+    as they are. Every process must call it in the same order."""
     by_row = {name: x for name, x in out.items() if name in scoring.ROW_AXIS}
     rest = {name: x for name, x in out.items() if name not in by_row}
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(rest)):
@@ -162,23 +158,19 @@ class Diloco:
       return constrain(x, (APART, BATCH, *(None,) * (x.ndim - 2)), "the rows of an evaluation")
 
     def evaluated(whole, batch):
-      rows = jax.tree.map(part, batch)
-      return jax.tree.map(lambda sums_R: sums_R.sum(0), self.at_global(evaluate, whole, rows, 0))
+      return jax.tree.map(lambda sums_R: sums_R.sum(0), self.at_global(evaluate, whole, jax.tree.map(part, batch), 0))
 
     return evaluated
 
   def at_global(self, function: Callable, whole: nnx.State, batches, axis: int | None = None):
     """function(train state of a slice with the global parameters, batches) in every slice, so that none sends them.
-
-    axis: of the slices in batches; None: all slices have the same.
-    """
+    axis: of the slices in batches; None: all slices have the same."""
     flat, copies = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}
     for path, v in nnx.to_flat_state(self.state):
       if path[:2] == (INNER, GLOBAL) and v.shape != flat[path[1:]].shape:
         copy = jnp.broadcast_to(flat[path[1:]], v.shape)
         copies[path] = jax.lax.with_sharding_constraint(copy, v.get_value().sharding)
-    mapped = jax.vmap(function, (self._axes, axis), spmd_axis_name=APART)
-    return mapped(self._inner(replaced(whole, copies)), batches)
+    return jax.vmap(function, (self._axes, axis), spmd_axis_name=APART)(self._inner(replaced(whole, copies)), batches)
 
 
 def of_slices(tree: Any) -> Any:
@@ -215,6 +207,4 @@ def _is_common(x) -> bool:
 
 
 def replaced(whole: nnx.State, new: Mapping[tuple, Any]) -> nnx.State:
-  return nnx.from_flat_state(
-    [(path, v.replace(new[path]) if path in new else v) for path, v in nnx.to_flat_state(whole)]
-  )
+  return nnx.from_flat_state([(p, v.replace(new[p]) if p in new else v) for p, v in nnx.to_flat_state(whole)])

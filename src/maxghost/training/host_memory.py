@@ -46,10 +46,8 @@ class HostMemory:
     """Raises ConfigError for a device that cannot reach pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if self and HOST not in kinds:
-      raise ConfigError(
-        f"offload_to_host needs pinned host memory, but {device.device_kind} has only "
-        f"{', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty"
-      )
+      said = f"offload_to_host needs pinned host memory, but {device.device_kind} has only"
+      raise ConfigError(f"{said} {', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty")
 
   def put(self, state: nnx.State) -> nnx.State:
     return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))
@@ -100,10 +98,8 @@ def _squares(x):
 
 def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: Callable, segment_length: int) -> None:
   """`optimizer.update(model, scaled grads)` for an optimizer `by_segment`, stacked leaves one segment at a time.
-
-  Weights, gradients and moments of a segment are fetched to the device, updated, and returned to their memory.
-  grads: State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf.
-  """
+  Weights, gradients and moments of a segment are fetched to the device, updated, and returned to their memory. grads:
+  State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf."""
   variables = nnx.state(model, optimizer.wrt)
   layers = {path: v.get_value().shape[0] if is_stacked(v) else 0 for path, v in nnx.to_flat_state(variables)}
   trees = nnx.as_pure(variables), nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)
@@ -119,8 +115,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
   outer = of_depth(0)
   new = update(*outer)
   for num_layers in sorted(set(layers.values()) - {0}):
-    first = streaming.after(0, outer[1])
-    own = _update_segments(update, *of_depth(num_layers), first, num_layers, segment_length)
+    own = _update_segments(update, *of_depth(num_layers), streaming.after(0, outer[1]), num_layers, segment_length)
     new = _map_states(nnx.merge_state, new, own)
   nnx.update(model, new[0])
   nnx.update(optimizer.opt_state, nnx.state(new[1]))
@@ -146,11 +141,8 @@ def _update_segments(update: Callable, params, grads, opt_state, first, num_laye
     new = jax.tree.leaves(update(params, gradient, opt_state))
     # Finish reading `held` before writing it; otherwise the compiler copies it on the host.
     new, ahead = jax.lax.optimization_barrier((new, ahead))
-    held = [
-      jax.lax.dynamic_update_index_in_dim(x, streaming.like(part, x), index, 0) if flag else x
-      for x, part, flag in zip(held, new, layered, strict=True)
-    ]
-    return held, ahead
+    put = lambda x, part: jax.lax.dynamic_update_index_in_dim(x, streaming.like(part, x), index, 0)  # noqa: E731
+    return [put(x, part) if flag else x for x, part, flag in zip(held, new, layered, strict=True)], ahead
 
   held, _ = jax.lax.fori_loop(0, num_layers // segment_length, body, (held, fetch(held, first)))
   return jax.tree.unflatten(tree, [segments.join(x) if flag else x for x, flag in zip(held, layered, strict=True)])

@@ -14,7 +14,7 @@ import functools
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,12 +34,9 @@ from maxghost.training.signals import StopSignals
 from maxghost.training.state import Position, carry, to_save
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sinks:
+class Sinks(NamedTuple):
   """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
-
-  by_domain: a `DomainSums`; unlike `scores` it is there in every process.
-  """
+  by_domain: a `DomainSums`; unlike `scores` it is there in every process."""
 
   console: Console
   metrics: MetricsLog | None
@@ -56,8 +53,7 @@ class Sinks:
           stack.callback(sink.close)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
   """Input of rates. rows: of a step over all devices. peak_flops: FLOP/s of one device, if known."""
 
   num_devices: int
@@ -67,22 +63,14 @@ class Hardware:
 
   def rates(self, seconds: float, row_length: int) -> dict[str, float]:
     """perf/* of one device, with MaxText's names, for a step of these seconds. Tokens include padding."""
-    tokens = self.rows * row_length // self.num_devices
-    flops = self.flops.total / self.num_devices
-    rates = {
-      "perf/step_time_seconds": seconds,
-      "perf/per_device_tflops": flops / 1e12,
-      "perf/per_device_tflops_per_sec": flops / 1e12 / seconds,
-      "perf/per_device_tokens": tokens,
-      "perf/per_device_tokens_per_sec": tokens / seconds,
-    }
-    if self.peak_flops:
-      rates["perf/mfu"] = flops / seconds / self.peak_flops
-    return rates
+    tokens, flops = self.rows * row_length // self.num_devices, self.flops.total / self.num_devices
+    mfu = {"perf/mfu": flops / seconds / self.peak_flops} if self.peak_flops else {}
+    return {"perf/step_time_seconds": seconds, "perf/per_device_tflops": flops / 1e12,
+            "perf/per_device_tflops_per_sec": flops / 1e12 / seconds, "perf/per_device_tokens": tokens,
+            "perf/per_device_tokens_per_sec": tokens / seconds, **mfu}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
   """Result of the loop. seconds: of each step of this process; the first one is a warm-up."""
 
   completed_steps: int
@@ -91,17 +79,13 @@ class Outcome:
 
 
 class TrainingLoop:
-  """Runs the steps of a run from a position to its end, or to a signal.
+  """Runs the steps of a run from a position to its end, or to a signal. put: sends a dict of host arrays of validation
+  rows, which all processes have alike, to the devices. sampler: maps the train state to a sampled text. rollouts:
+  samples what the steps train on; None where that is read."""
 
-  put: sends a dict of host arrays of validation rows, which all processes have alike, to the devices. sampler: maps the
-  train state to a sampled text. rollouts: samples what the steps train on; None where that is read.
-  """
-
-  def __init__(
-    self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
-    put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
-    sampler: Callable[[Any], str] | None = None, rollouts: Rollouts | None = None,
-  ):  # fmt: skip
+  def __init__(self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
+               put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
+               sampler: Callable[[Any], str] | None = None, rollouts: Rollouts | None = None):  # fmt: skip
     self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
     self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
     self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
@@ -113,11 +97,9 @@ class TrainingLoop:
     self._stop = distributed.StopFlag()
 
   def run(self, state, position: Position, prefetcher: Prefetcher) -> Outcome:
-    """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise.
-
-    When this returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The
-    last record of metrics.jsonl is written after everything else, so it marks a complete run.
-    """
+    """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise. When this
+    returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The last
+    record of metrics.jsonl is written after everything else, so it marks a complete run."""
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
     self._closing: dict[str, Any] | None = position.closing  # of the last step, if an outer step came after it
@@ -222,16 +204,14 @@ class TrainingLoop:
       return
     for tracker in sinks.trackers:
       tracker.flush()
+    log, scores, closing = sinks.metrics, sinks.scores, self._closing
     position = dataclasses.replace(
-      self._position,
-      metrics_bytes=sinks.metrics.position() if sinks.metrics else 0,
-      metrics_crc=sinks.metrics.checksum if sinks.metrics else None,
-      pending=self._pending and self._pending | self._by_domain(),
-      scores=sinks.scores.position() if sinks.scores else None,
+      self._position, metrics_bytes=log.position() if log else 0, metrics_crc=log.checksum if log else None,
+      pending=self._pending and self._pending | self._by_domain(), scores=scores.position() if scores else None,
       reweighting=self._reweighter.state() if self._reweighter else None,
       rollouts=self._rollouts.position(completed) if self._rollouts else None,
-      closing=self._closing and {name: np.asarray(value).tolist() for name, value in self._closing.items()},
-    ).of_all_processes()
+      closing=closing and {name: np.asarray(value).tolist() for name, value in closing.items()},
+    ).of_all_processes()  # fmt: skip
     assert sinks.checkpoints is not None
     sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
     sinks.checkpoints.save(completed, *to_save(self._state, position, self._cfg))
@@ -243,12 +223,11 @@ class TrainingLoop:
     num_steps = self._cfg.run.steps
     if not self._validation.has_open_account(num_steps):
       return
-    batches = self._validation.batches(num_steps - 1)
-    closing = self._closing or self._program.closing(self._state, batches)
+    closing = self._closing or self._program.closing(self._state, self._validation.batches(num_steps - 1))
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
-      self._sinks.scores.record_end(num_steps, closing)
+      self._sinks.scores.record(num_steps, None, closing, None)
       self._sinks.scores.position()  # on disk before the last record of metrics.jsonl says that the run is complete
 
   # Reading the outputs of a step.
@@ -285,14 +264,13 @@ class TrainingLoop:
       if scores:
         scores.record(step, outputs, closing, fetched.batch)
     elif scores and closing is not None:
-      scores.record_end(step, closing)
+      scores.record(step, None, closing, None)
     if self._reweighter:
       record |= self._reweighter.observe(step, outputs, fetched.batch)
     self._pending = record
     self._seconds.append(seconds)
-    self._position = dataclasses.replace(
-      self._position, completed_steps=step + 1, data=fetched.position, open_loss=open_loss
-    )
+    changed = {"completed_steps": step + 1, "data": fetched.position, "open_loss": open_loss}
+    self._position = dataclasses.replace(self._position, **changed)
     self._sinks.console.advance(step + 1, record["learning/loss"])
 
   def _restart_clock(self) -> float:

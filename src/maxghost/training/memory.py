@@ -10,7 +10,7 @@ factors: validation sets), h head width, L layers, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,8 @@ from maxghost.training.scoring import excluded, scoring_spec
 Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
 # Keys that change neither the shapes nor the shardings of the train state.
-_OF_THE_STEP = {
-  "attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
-  "per_device_batch_size", "gradient_accumulation_steps", "max_target_length",
-}  # fmt: skip
+_OF_THE_STEP = {"attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
+                "per_device_batch_size", "gradient_accumulation_steps", "max_target_length"}  # fmt: skip
 # Numbers of arrays that exist at once while a layer's backward pass runs.
 LIVE_HIDDEN = 2  # of [N, D]: the layer's input and a cotangent
 LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch, if there are several: their product's cotangent
@@ -41,17 +39,13 @@ EXPERTS = "exp"  # the logical axis that numbers experts
 PARAMETERS, OTHER, OUTER = "parameters", "other state", "state of the outer step"
 
 
-def estimate(
-  cfg: config.Config,
-  layout: Layout | None = None,
-  split: tuple[nnx.GraphDef, nnx.State] | None = None,
-  build: Callable = state.abstract_split,
-) -> MemoryEstimate:
+def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Split | None = None,
+             build=state.abstract_split) -> MemoryEstimate:  # fmt: skip
   """Bytes per device of a train step of layout's devices (None: one). split: result of `build`. Raises ConfigError."""
   layout = layout or Layout.of(config.ParallelConfig(), jax.devices()[:1])
   states: dict[str, PlacedState] = {}
 
-  def of(cfg: config.Config, split: tuple[nnx.GraphDef, nnx.State] | None = None) -> MemoryEstimate:
+  def of(cfg: config.Config, split: state.Split | None = None) -> MemoryEstimate:
     keys = repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
     try:
       if keys not in states:
@@ -75,13 +69,10 @@ def estimate(
   return of(cfg, split)
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
-  """One Variable of the train state.
-
-  row: of the table. whole: its shape. shape: of the part on this device. gathered: number of elements when a layer uses
-  it, gathered along the mesh axes that split the batch. frozen: it is below adapters, without gradient.
-  """
+class Held(NamedTuple):
+  """One Variable of the train state. row: of the table. whole: its shape. shape: of the part on this device. gathered:
+  number of elements when a layer uses it, gathered along the mesh axes that split the batch. frozen: it is below
+  adapters, without gradient."""
 
   row: str
   label: str
@@ -91,7 +82,7 @@ class Held:
   dtype: str
   on_host: bool
   gathered: int
-  frozen: bool = False
+  frozen: bool
 
   @property
   def stacked(self) -> bool:
@@ -106,19 +97,15 @@ class Held:
 class PlacedState:
   """A train state on the devices of a layout. split: its (graphdef, abstract state)."""
 
-  def __init__(self, layout: Layout, split: tuple[nnx.GraphDef, nnx.State]):
+  def __init__(self, layout: Layout, split: state.Split):
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
     length_axes = next((axes for name, axes in layout.rules.rows if name == "activation_length"), ())
     batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes)}
     adapted = any(isinstance(v, nnx.LoRAParam) for _, v in nnx.to_flat_state(self._abstract))
-    self.variables = [
-      dataclasses.replace(held, frozen=adapted and held.row == PARAMETERS and not isinstance(v, nnx.LoRAParam))
-      for path, v in nnx.to_flat_state(self._abstract)
-      for held in [self._held(path, v, batch_axes)]
-    ]
+    self.variables = [self._held(path, v, batch_axes, adapted) for path, v in nnx.to_flat_state(self._abstract)]
     self._twins: dict[tuple, Twin] = {}
 
-  def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str]) -> Held:
+  def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str], adapted: bool) -> Held:
     leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
     split: tuple[tuple[str, ...], ...] = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
@@ -126,12 +113,12 @@ class PlacedState:
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
     row = {"model": PARAMETERS, "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
-    return Held(row, slash_path(path[1:]), axes, leaf.shape, shape, str(leaf.dtype), host, gathered)
+    frozen = adapted and row == PARAMETERS and not isinstance(variable, nnx.LoRAParam)
+    return Held(row, slash_path(path[1:]), axes, leaf.shape, shape, str(leaf.dtype), host, gathered, frozen)
 
   def twin(self, cfg: config.Config) -> Twin:
     """The probed twin for one example. Raises ValueError as `attach`."""
-    model = nnx.merge(self._graphdef, self._abstract).model
-    spec = scoring_spec(cfg)
+    model, spec = nnx.merge(self._graphdef, self._abstract).model, scoring_spec(cfg)
     key = (spec, excluded(cfg, model), len(cfg.data.validation_sets))
     if key not in self._twins:
       self._twins[key] = attach(model, num_examples=1, num_sets=key[2], spec=spec, exclude=key[1])
@@ -178,11 +165,8 @@ class Device:
 
   def resident(self) -> dict[str, list[Tensor]]:
     """{row of the table: arrays} in device memory between steps."""
-    rows: dict[str, list[Tensor]] = {PARAMETERS: [], "optimizer": [], OUTER: [], OTHER: []}
-    rows["batch and validation rows"] = []
-    for v in self.variables:
-      if not v.on_host:
-        rows[v.row].append(Tensor(v.shape, v.dtype, v.label))
+    kinds, held = (PARAMETERS, "optimizer", OUTER, OTHER), [v for v in self.variables if not v.on_host]
+    rows = {kind: [Tensor(v.shape, v.dtype, v.label) for v in held if v.row == kind] for kind in kinds}
     if self.layout.apart > 1:
       late = self.cfg.parallel.num_communication_overlapping_steps > 0
       for v in self.params.values():
@@ -192,10 +176,9 @@ class Device:
     batch = devices.batch_shapes(self.cfg, num_rows, self.layout, apart=True)
     val_batches = devices.validation_shapes(self.cfg, self.layout)
     alike = val_batches[:1] if all(one == val_batches[0] for one in val_batches) else val_batches
-    for count, arrays in (1, batch), *((len(val_batches) // len(alike), one) for one in alike):
-      local = [Tensor(x.sharding.shard_shape(x.shape), str(x.dtype), name, count) for name, x in arrays.items()]
-      rows["batch and validation rows"] += local
-    return rows
+    counted = [(1, batch), *((len(val_batches) // len(alike), one) for one in alike)]
+    local = [(x.sharding.shard_shape(x.shape), str(x.dtype), name, n) for n, one in counted for name, x in one.items()]
+    return rows | {"batch and validation rows": [Tensor(*given) for given in local]}
 
   @property
   def host_bytes(self) -> int:
@@ -206,8 +189,7 @@ class Device:
 
   def factors(self, param: ScoredParam) -> int:
     """Elements of a parameter's factors on this device; 0 for a whole direction."""
-    shapes = param.part_shapes(self.num_sets)
-    size, specs = 0, []
+    shapes, size, specs = param.part_shapes(self.num_sets), 0, []
     with use(dataclasses.replace(self.layout, record=lambda *entry: specs.append(entry[-1]))):
       for name in set(shapes).intersection(("left", "right")):
         param.placed_factor(name, jax.ShapeDtypeStruct(shapes[name], jnp.float32))
@@ -267,10 +249,9 @@ class Step:
   def _gradients(self, segments: list[Tensor]) -> Rows:
     accumulates = self.device.cfg.optimizer.gradient_accumulation_steps > 1
     held = self.device.elements(False if self.streams else None)
-    tensors = [Tensor((held,), "float32" if accumulates else self.weight, "gradient of the step")]
-    if accumulates:
-      tensors.append(Tensor((held,), self.weight, "gradient of one micro-batch"))
-    return {"gradients": [*tensors, *segments]}
+    whole = Tensor((held,), "float32" if accumulates else self.weight, "gradient of the step")
+    micro = [Tensor((held,), self.weight, "gradient of one micro-batch")] if accumulates else []
+    return {"gradients": [whole, *micro, *segments]}
 
   def _segments(self) -> list[Tensor]:
     """Weights and gradients of the current segments, separate arrays in a loop over the layers of a segment."""
@@ -306,10 +287,9 @@ class Step:
     n, layers = self.tokens, self._layers_at_once
     *outer, (inner, within) = self._layer_runs()
     widest = max(n, self.device.num_sets * self.val_tokens) if self.in_turn else n
-    carries = [
-      Tensor((count, tokens, self.embed), self.compute, f"{why}, kept for the backward pass")
-      for count, tokens, why in [*((count, n, why) for count, why in outer), (inner, widest, within)]
-    ]
+    inputs = [*((count, n, why) for count, why in outer), (inner, widest, within)]
+    held = [((count, tokens, self.embed), f"{why}, kept for the backward pass") for count, tokens, why in inputs]
+    carries = [Tensor(shape, self.compute, why) for shape, why in held]
     why = f"of {layers} layers, kept because remat_policy={self.model.remat_policy}"
     kept = [Tensor((layers, n, width), dtype, f"{name} {why}") for name, width, dtype in self._kept_per_token()]
     if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
@@ -322,16 +302,14 @@ class Step:
     m, c, heads, kv, f, d = self.model, self.compute, self.heads, self.kv, self.feed_forward, self.embed
     if m.remat_policy == "full":
       return []
-    products = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
-    products += [("attention output projection", d, c)]
-    products += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
+    kept = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
+    kept += [("attention output projection", d, c)]
+    kept += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
     if m.remat_policy == "minimal":
-      return products
-    extra = [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
-    extra += [("mlp activations", 2 * f, c)]
-    if not self.linear_attention:
-      extra.append(("attention weights", self.device.length * self.num_heads, "float32"))
-    return products + extra
+      return kept
+    kept += [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
+    weights = ("attention weights", self.device.length * self.num_heads, "float32")
+    return [*kept, ("mlp activations", 2 * f, c), *(() if self.linear_attention else (weights,))]
 
   def _working(self) -> list[Tensor]:
     """Arrays that exist while one layer is recomputed and differentiated.
@@ -377,23 +355,17 @@ class Step:
     hidden = [Tensor((n, d), c, "last hidden states", 2)]
     if tiles > 1 and m.vocab_tiling_axis == "vocab":
       # The blocks are interleaved, so the table is transposed to cut them, and their gradients to join them.
-      head += [
-        Tensor(table.shape, c, f"blocks of the output table (num_vocab_tiling={tiles})"),
-        Tensor(table.shape, table.dtype, "their gradients"),
-        Tensor(table.shape, table.dtype, "a table half turned around"),
-      ]
+      head += [Tensor(table.shape, c, f"blocks of the output table (num_vocab_tiling={tiles})"),
+               Tensor(table.shape, table.dtype, "their gradients"),
+               Tensor(table.shape, table.dtype, "a table half turned around")]  # fmt: skip
       hidden = [Tensor((n, d), c, "last hidden states"), Tensor((n, d), wide, "sum of their gradient over the blocks")]
     elif tiles > 1 and table.dtype != wide:
       head.append(Tensor(table.shape, wide, "sum of the output table's gradient over the tiles"))
     if further:
       hidden += [Tensor((further, self.tokens, w), t, f"{what} {modules}") for what, w, t in self._kept_per_token()]
       hidden += [Tensor((further, self.tokens, 3 * d), c, f"inputs {modules}"), *self._working()]
-    return {
-      "gradients": head,
-      CARRIES: [Tensor((carries, self.tokens, d), c, why)],
-      WITHIN: hidden,
-      "logits": [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")],
-    }
+    logits = [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")]
+    return {"gradients": head, CARRIES: [Tensor((carries, self.tokens, d), c, why)], WITHIN: hidden, "logits": logits}
 
   # Scores: validation gradients or their factors, validation rows, scores per token.
 
@@ -423,13 +395,10 @@ class Step:
     kept = sum(outer[1:] if on_host else outer) + (0 if self.in_turn else inner)
     # In turn, the training gradients replace the first set's gradients of a segment, and are counted elsewhere.
     gradients = (sets - 1) * inner if self.in_turn else 2 * sets
-    tensors = [
-      Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),
-      Tensor(
-        (gradients, device.layer), self.weight, "validation gradients of layers, until their training rows are done"
-      ),
-      Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows"),
-    ]
+    why = "validation gradients of layers, until their training rows are done"
+    tensors = [Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),
+               Tensor((gradients, device.layer), self.weight, why),
+               Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows")]  # fmt: skip
     if self.ghost.curvature == "secant":
       held = device.elements(False if self.streams else None)
       tensors.append(Tensor((sets, held), self.weight, "validation gradients for the next step"))
@@ -438,8 +407,6 @@ class Step:
       waiting = Tensor((1, self.tokens, embed), c, "cotangent of the training rows in the validation rows' turn")
     tensors.append(waiting)
     if not self.model.segment_lengths:
-      tensors += [
-        Tensor((sets * inner, self.val_tokens, width), dtype, f"{name} of the validation rows")
-        for name, width, dtype in self._kept_per_token()
-      ]
+      kept = [(name, (sets * inner, self.val_tokens, width), dtype) for name, width, dtype in self._kept_per_token()]
+      tensors += [Tensor(shape, dtype, f"{name} of the validation rows") for name, shape, dtype in kept]
     return tensors

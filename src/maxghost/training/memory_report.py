@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,11 @@ class Tensor:
     return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize * self.count
 
   def describe(self) -> str:
-    many = f"{self.count} x " if self.count > 1 else ""
-    dtype = SHORT_NAMES.get(self.dtype, self.dtype)
+    many, dtype = f"{self.count} x " if self.count > 1 else "", SHORT_NAMES.get(self.dtype, self.dtype)
     return f"{many}{dtype}[{','.join(map(str, self.shape))}] {shown(self.bytes)}: {self.why}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
   """A line of the table: the tensors of one kind at the moment of the maximum."""
 
   name: str
@@ -120,10 +118,8 @@ def check(estimated: MemoryEstimate, limit: int | None) -> None:
   way = "more devices, or a smaller model"
   if steps := remedies(estimated, limit):
     way = " ".join(keys for keys, _, _ in steps) + f", which is estimated to need {shown(steps[-1][2].total)}"
-  raise ConfigError(
-    f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}; "
-    "--force starts it all the same"
-  )
+  said = f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}"
+  raise ConfigError(f"{said}; --force starts it all the same")
 
 
 def start_lines(estimated: MemoryEstimate, limit: int | None) -> list[str]:
@@ -174,10 +170,8 @@ def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
 
 
 def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
-  """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until it fits.
-
-  Each saves at least two percent. Settings that later ones make unnecessary are left out.
-  """
+  """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until it fits. Each saves
+  at least two percent. Settings that later ones make unnecessary are left out."""
   taken: dict[tuple[str, ...], tuple[dict, str]] = {}  # by name: a later value replaces an earlier one
   current = estimate
   while current.total > capacity_bytes:

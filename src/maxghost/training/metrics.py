@@ -20,12 +20,10 @@ from maxghost.config import ConfigError, plugins
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
 # metric: scalar of the step's outputs, where it has it
-SCALARS = {
-  "learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning/param_norm": "param_norm",
-  "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
-  "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
-  "learning/mtp_loss": "mtp_loss",
-}  # fmt: skip
+SCALARS = {"learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning/param_norm": "param_norm",
+           "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
+           "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
+           "learning/mtp_loss": "mtp_loss"}  # fmt: skip
 SAMPLE = "sample/text"  # a text of the model, the only metric that is not a number
 
 
@@ -46,10 +44,8 @@ def _perplexity(loss: float) -> float:
 
 def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") -> dict[str, float]:
   """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
-
   moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
-  multiple of an equal share. Outputs with a slash in their names, such as rewards/chosen, are the objective's own.
-  """
+  multiple of an equal share. Outputs with a slash in their names, such as rewards/chosen, are the objective's own."""
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
   record |= {name: float(value) for name, value in outputs.items() if "/" in name}
   if plugins.OBJECTIVES[objective].perplexity:
@@ -106,10 +102,8 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token")
 
 
 class MetricsLog:
-  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk.
-
-  checksum: CRC-32 of what was written since `restore`, and before.
-  """
+  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk. checksum:
+  CRC-32 of what was written since `restore`, and before."""
 
   def __init__(self, path: Path):
     self._path, self.checksum = path, 0
@@ -130,10 +124,8 @@ class MetricsLog:
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
     """Cuts the file to a position; reports records that were changed. Raises ConfigError if it is shorter."""
     if (size := os.path.getsize(self._path)) < num_bytes:
-      raise ConfigError(
-        f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing; "
-        "put the file back, or start a new run_name"
-      )
+      said = f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing"
+      raise ConfigError(f"{said}; put the file back, or start a new run_name")
     self._file.truncate(num_bytes)
     found = zlib.crc32(self._path.read_bytes())
     self.checksum = found if checksum is None else checksum

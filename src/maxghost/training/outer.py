@@ -48,12 +48,11 @@ class Outer:
     parts = f" of each of {count} fragments" if count > 1 else ""
     late = f", {self.slices.late} steps after its pseudo-gradient" if self.slices.late else ""
     most = f", {shown(max(sizes))} at once" if count > 1 else ""
-    lines = [
-      f"DiLoCo: {self.slices.layout.apart} slices train apart; an outer step{parts} every {given.diloco_sync_period} "
-      f"steps{late} (Nesterov, rate {given.diloco_outer_lr:g}, momentum {given.diloco_outer_momentum:g})",
-      f"DiLoCo: outer steps send {shown(sum(sizes))} between slices on each device in {given.diloco_sync_period} "
-      f"steps{most}; the steps themselves send nothing there",
-    ]
+    rule = f"(Nesterov, rate {given.diloco_outer_lr:g}, momentum {given.diloco_outer_momentum:g})"
+    meets = f"an outer step{parts} every {given.diloco_sync_period} steps{late} {rule}"
+    sends = f"{shown(sum(sizes))} between slices on each device in {given.diloco_sync_period} steps{most}"
+    lines = [f"DiLoCo: {self.slices.layout.apart} slices train apart; {meets}"]
+    lines.append(f"DiLoCo: outer steps send {sends}; the steps themselves send nothing there")
     if self.slices.cfg.val_sets:
       lines.append("scores: against the validation loss of the row's own slice, as parts of the mean over slices")
     return lines
@@ -70,11 +69,9 @@ class Outer:
     return total
 
   def due(self, done: int) -> list[tuple[str, int]]:
-    """What follows step number `done` (from 1): pairs of SEND, MERGE or SYNC and a fragment, in order.
-
-    Fragment f meets after f H / F + i H steps; the last step of a run is followed by an outer step of every fragment,
-    without overlap, so that the global parameters contain all steps.
-    """
+    """What follows step number `done` (from 1): pairs of SEND, MERGE or SYNC and a fragment, in order. Fragment f meets
+    after f H / F + i H steps; the last step of a run is followed by an outer step of every fragment, without overlap,
+    so that the global parameters contain all steps."""
     parallel = self._parallel
     period, count, late = parallel.diloco_sync_period, parallel.num_diloco_fragments, self.slices.late
     last, moves = done == self.slices.cfg.run.steps, []
@@ -127,13 +124,10 @@ class Outer:
     return self.slices.at_global(of_slice, whole, val_batches)
 
   def move(self, kind: str, fragment: int, whole: nnx.State, gradients: tuple):
-    """(state after an entry of `due`, its account); gradients: from `gradients`; without them no account.
-
-    The account has the nats by which the move lowers the validation loss at the global parameters to first order, by
-    cause: momentum and pseudo_gradient, [R, K] alike in every slice, and without overlap the part of each slice.
-    """
-    flat = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}
-    new, products = {}, []
+    """(state after an entry of `due`, its account); gradients: from `gradients`; without them no account. The account
+    has the nats by which the move lowers the validation loss at the global parameters to first order, by cause:
+    momentum and pseudo_gradient, [R, K] alike in every slice, and without overlap the part of each slice."""
+    flat, new, products = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}, []
     for path, fragments in self.slices.trained.items():
       if fragment not in fragments:
         continue
@@ -188,25 +182,19 @@ class OuterSteps:
     self._outer, self._program = outer, program
 
   def after(self, state: nnx.State, step: int, validation: ValidationRows) -> tuple[nnx.State, dict | None, dict]:
-    """(state, closing, record) after step number `step` (from 0). The state is donated.
-
-    closing: what closes the account of the step (`step.make_closing`), measured before the parameters jump; None: they
-    do not. record: the diloco/* part of the step's record.
-    """
+    """(state, closing, record) after step number `step` (from 0). The state is donated. closing: what closes the
+    account of the step (`step.make_closing`), measured before the parameters jump; None: they do not. record: the
+    diloco/* part of the step's record."""
     moves, sets = self._outer.due(step + 1), tuple(self._outer.slices.cfg.val_sets)
-    rows = validation.batches(step) if sets and any(kind != SEND for kind, _ in moves) else ()
-    closing = None
+    rows, closing = validation.batches(step) if sets and any(kind != SEND for kind, _ in moves) else (), None
     if rows and validation.closes(step + 1):
       closing = self._outer.slices.to_host(self._program("closing")(state, rows))
     state, account = self(state, moves, rows)
     return state, closing, account_metrics(account, sets)
 
   def __call__(self, state: nnx.State, moves: list, val_batches: tuple) -> tuple[nnx.State, dict[str, np.ndarray]]:
-    """(state, account) after these moves. The account is empty without validation rows.
-
-    It has, in nats at the global parameters, predicted_drop, actual_drop, momentum and pseudo_gradient [K], and without
-    overlap slice [R, K].
-    """
+    """(state, account) after these moves. The account is empty without validation rows. It has, in nats at the global
+    parameters, predicted_drop, actual_drop, momentum and pseudo_gradient [K], and without overlap slice [R, K]."""
     accounts, gradients = [], ()
     if val_batches:
       before, gradients = self._program("outer_gradients")(state, val_batches)

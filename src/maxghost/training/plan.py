@@ -6,6 +6,7 @@ counts as 3 forward passes; ghost's extra work is not counted, so that TFLOP/s w
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,14 +23,11 @@ from maxghost.training.memory_report import MemoryEstimate
 from maxghost.training.outer import Outer
 
 # Dense bf16 FLOP/s of one device by JAX's device_kind, from the vendors' data sheets.
-PEAK_FLOPS = {
-  "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "NVIDIA A100-SXM4-80GB": 312e12,
-  "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12,
-}  # fmt: skip
+PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
+              "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepFlops:
+class StepFlops(NamedTuple):
   """FLOPs of one step over all devices: products with weights, and causal attention (half the square)."""
 
   weights: float
@@ -44,9 +42,7 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   """FLOPs of forward and backward, padding included; experts where tokens are sent, a sliding window by its area."""
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
-  width = model.base_mlp_dim
-  if model.num_experts > 1 and model.base_moe_mlp_dim > 0:
-    width = model.base_moe_mlp_dim
+  width = model.base_moe_mlp_dim if model.num_experts > 1 and model.base_moe_mlp_dim > 0 else model.base_mlp_dim
   mlp_weights = (len(model.mlp_activations) + 1) * d * width * model.num_experts_per_tok
   mlp_weights += d * model.num_experts if model.num_experts > 1 else 0
   layers = model.base_num_decoder_layers
@@ -63,11 +59,8 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters.
-
-  teacher: of a frozen second model that is another than the run's. apart: the slices of a run with DiLoCo, whose state
-  this is.
-  """
+  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters. teacher: of
+  a frozen second model that is another than the run's. apart: the slices of a run with DiLoCo, whose state this is."""
 
   cfg: Config
   layout: Layout
@@ -134,8 +127,7 @@ class Plan:
 
   @property
   def mesh(self) -> str:
-    processes = f" of {distributed.count()} processes" if distributed.count() > 1 else ""
-    return describe(self.layout.mesh) + processes
+    return describe(self.layout.mesh) + (f" of {distributed.count()} processes" if distributed.count() > 1 else "")
 
   def lines(self) -> list[str]:
     """Lines on mesh, batch, validation rows, model and FLOPs."""
@@ -147,12 +139,9 @@ class Plan:
     factors = [f"per_device_batch_size {cfg.data.per_device_batch_size}"]
     factors += [f"{layout.num_devices} devices"] if layout.num_devices > 1 else []
     factors += [f"gradient_accumulation_steps {accumulated}"] if accumulated > 1 else []
-    made = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
-    tokens = rows * length
-    lines.append(
-      f"batch: {rows} rows{micro}{made} of {length} tokens = {tokens:,} tokens per step; {steps} steps = "
-      f"{tokens * steps:,} tokens"
-    )
+    made, tokens = f" ({' x '.join(factors)})" if len(factors) > 1 else "", rows * length
+    in_all = f"{steps} steps = {tokens * steps:,} tokens"
+    lines.append(f"batch: {rows} rows{micro}{made} of {length} tokens = {tokens:,} tokens per step; {in_all}")
     if cfg.val_sets and layout.row_parts > 1:
       val_rows = cfg.ghost.ghost_val_batch_size
       parts, all_parts = layout.rules.parts(layout.rules.leading(layout.rules.batch_axes, val_rows)), layout.row_parts
@@ -171,8 +160,5 @@ class Plan:
       added = f"is added, times {weight:g}" if weight else "is left out"
       lines.append(f"training loss: the load-balancing loss of the experts {added} (load_balance_loss_weight)")
     share = self.flops.weights / self.flops.total
-    lines.append(
-      f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4g}, split as {share:.2%} learnable weight flops and "
-      f"{1 - share:.2%} attention flops"
-    )
-    return lines
+    split = f"{share:.2%} learnable weight flops and {1 - share:.2%} attention flops"
+    return [*lines, f"Per train step: Total TFLOPs: {self.flops.total / 1e12:.4g}, split as {split}"]

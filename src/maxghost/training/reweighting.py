@@ -12,7 +12,7 @@ D domains, B rows, S documents in a row, K validation sets.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,22 +26,16 @@ LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD 
 
 
 class Reweighter:
-  """Watches the scores of each step and schedules changes of the mixture.
+  """Watches the scores of each step and schedules changes of the mixture. shares: {domain: share of the rows} to start
+  from. reader: has `mixture_domains` and `schedule_mixture(changes)`. document_id: (domain, path, offset) of a document
+  by its index. Raises ConfigError for a floor that exceeds 1 / D."""
 
-  shares: {domain: share of the rows} to start from. reader: has `mixture_domains` and `schedule_mixture(changes)`.
-  document_id: (domain, path, offset) of a document by its index. Raises ConfigError for a floor that exceeds 1 / D.
-  """
-
-  def __init__(
-    self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable[[int], Sequence[Any]]
-  ):
+  def __init__(self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable):
     self._reader, self._names = reader, tuple(reader.mixture_domains)
     self._every, self._size, self._floor = ghost.reweighting
     if self._floor * len(self._names) > 1:
-      raise ConfigError(
-        f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows; "
-        f"use {1 / len(self._names):.3g} or less"
-      )
+      said = f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows"
+      raise ConfigError(f"{said}; use {1 / len(self._names):.3g} or less")
     self._document = functools.cache(document_id)
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
     self._sums_2D = np.zeros((2, len(self._names)))  # nats and tokens of the interval
@@ -58,8 +52,7 @@ class Reweighter:
       if "chosen_B" in outputs:
         counted_BS = counted_BS & outputs["chosen_B"][:, None]
       domain_N = domain_numbers(batch, counted_BS, self._document, self._names)
-      nats_N = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64)
-      values = nats_N, outputs["tokens_BS"][counted_BS]
+      values = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64), outputs["tokens_BS"][counted_BS]
       self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]
     due = [shares for first, shares in self._changes if first <= step] or [{}]
     if (step + 1) % self._every == 0:

@@ -44,11 +44,10 @@ class Rollouts:
     rendering, eos = dataset.parts[0].rendering, dataset.tokenizer.eos_id
     self._stop_ids = ({eos} - {None}) | (rendering.end_ids() if rendering.template else set())
     rows = rows_per_step(cfg, layout.num_devices)
-    self._generator = Generator(
-      nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1, stop_ids=sorted(self._stop_ids),
-      sampling=Sampling(self._keys.decode_sampling_temperature),
-      sharding=layout.rows(rows) if layout.num_devices > 1 else None,
-    )  # fmt: skip
+    self._generator = Generator(nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1,
+                                stop_ids=sorted(self._stop_ids),
+                                sampling=Sampling(self._keys.decode_sampling_temperature),
+                                sharding=layout.rows(rows) if layout.num_devices > 1 else None)  # fmt: skip
     self._log = MetricsLog(path / rewards.FILE)
     self._held: Fetched | None = None
 
@@ -67,9 +66,8 @@ class Rollouts:
     generation_B = np.arange(len(numbers)) % self._keys.num_generations
     ids_P, prompts_P, columns_P = self._prompts(drawn.batch)
     ids_B, prompts_B = [ids_P[i] for i in numbers], [prompts_P[i] for i in numbers]
-    identity_B4 = np.stack(
-      [np.full(len(numbers), step), drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers], generation_B], 1
-    )
+    document_B, epoch_B = drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers]
+    identity_B4 = np.stack([np.full(len(numbers), step), document_B, epoch_B, generation_B], 1)
     found = self._generator.generate(
       state["model"], ids_B, self._keys.max_completion_length,
       keys_B=_random_keys(self._cfg.run.data_shuffle_seed, identity_B4.astype(np.uint32)),
@@ -108,16 +106,14 @@ class Rollouts:
 
   def _prompts(self, batch: Batch) -> tuple[list[list[int]], list[str], dict[str, list]]:
     """(ids, texts, columns of the records) of the prompts: all before the first token that is trained."""
-    weight_BT = batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1)
-    ends_P = (weight_BT > 0).argmax(1) + 1
+    ends_P = (batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1) > 0).argmax(1) + 1
     ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
     most = self._cfg.data.max_target_length + 1 - self._keys.max_completion_length
     if long := [i for i, prompt in enumerate(ids) if len(prompt) > most]:
       name = self._dataset.document_id(int(batch.document_BS[long[0], 0])).shown
-      raise RolloutError(
-        f"{name}: a prompt of {len(ids[long[0]])} tokens, but max_target_length={self._cfg.data.max_target_length} "
-        f"leaves {most} beside max_completion_length={self._keys.max_completion_length}; change one of them"
-      )
+      said = f"leaves {most} beside max_completion_length={self._keys.max_completion_length}; change one of them"
+      length = f"max_target_length={self._cfg.data.max_target_length}"
+      raise RolloutError(f"{name}: a prompt of {len(ids[long[0]])} tokens, but {length} {said}")
     records = []
     for index in batch.document_BS[:, 0].tolist():
       found = read(self._dataset.document(index).text)
@@ -148,13 +144,11 @@ class Rollouts:
     fills_BT = filled_BT[:, 1:]
     scale = weights_BT.sum() / (rows * keys.max_completion_length) if keys.grpo_loss_type == "dr_grpo" else 1.0
     place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
-    arrays = {
-      "inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
-      "inputs_position": place_BT, "targets_position": place_BT,
-      "inputs_segmentation": fills_BT, "targets_segmentation": fills_BT,
-      "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:], SCALES: np.full(rows, scale, np.float32),
-      ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32),
-    }  # fmt: skip
+    arrays = {"inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
+              "inputs_position": place_BT, "targets_position": place_BT, "inputs_segmentation": fills_BT,
+              "targets_segmentation": fills_BT, "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:],
+              SCALES: np.full(rows, scale, np.float32),
+              ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32)}  # fmt: skip
     documents_B1, generation_B1 = (x[:, None].astype(np.int64) for x in (drawn.document_BS[numbers, 0], generation_B))
     return Batch(arrays, documents_B1, generation_B1, drawn.epoch_B[numbers])
 
@@ -162,28 +156,23 @@ class Rollouts:
     """The prompts of a line of rollouts.jsonl."""
     size = self._keys.num_generations
     answers = [
-      {
-        "text": text, "tokens": int(found.counts_B[i]), "ended": bool(found.done_B[i]),
-        "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
-        "reward": float(reward_B[i]), "advantage": float(advantage_B[i]),
-      }
+      {"text": text, "tokens": int(found.counts_B[i]), "ended": bool(found.done_B[i]),
+       "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
+       "reward": float(reward_B[i]), "advantage": float(advantage_B[i])}
       for i, text in enumerate(texts)
     ]  # fmt: skip
     return [
-      {
-        "document": list(self._dataset.document_id(int(drawn.document_BS[p, 0]))), "epoch": int(drawn.epoch_B[p]),
-        "prompt": prompt, **{name: values[p] for name, values in columns_P.items()},
-        "answers": answers[p * size : (p + 1) * size],
-      }
+      {"document": list(self._dataset.document_id(int(drawn.document_BS[p, 0]))), "epoch": int(drawn.epoch_B[p]),
+       "prompt": prompt, **{name: values[p] for name, values in columns_P.items()},
+       "answers": answers[p * size : (p + 1) * size]}
       for p, prompt in enumerate(prompts_P)
     ]  # fmt: skip
 
   def _metrics(self, found: Progress, by_name: dict, reward_B: np.ndarray) -> dict[str, float]:
     spread_P = reward_B.reshape(-1, self._keys.num_generations).std(1)
-    values = {
-      "reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1), "frac_reward_zero_std": (spread_P == 0).mean(),
-      "mean_length": found.counts_B.mean(), "clipped_ratio": (~found.done_B).mean(),
-    }  # fmt: skip
+    values = {"reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1),
+              "frac_reward_zero_std": (spread_P == 0).mean(), "mean_length": found.counts_B.mean(),
+              "clipped_ratio": (~found.done_B).mean()}  # fmt: skip
     values |= {f"reward/{name}": np.nanmean(value) for name, value in by_name.items() if not np.isnan(value).all()}
     return {f"rollout/{name}": float(value) for name, value in values.items()}
 

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from maxghost import config
 from maxghost.config import Config, ConfigError, ParallelConfig
@@ -27,18 +27,14 @@ LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # Keys that change output, saving or devices, but never a batch or the values computed from it. per_device_batch_size
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
-  {
-    *(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
-    "per_device_batch_size", "log_period",
-    "eval_interval", "eval_steps", "sample_every", "sample_prompt", "enable_tensorboard", "jax_cache_dir",
-    "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
-    "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
-  }
+  {*(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
+   "per_device_batch_size", "log_period", "eval_interval", "eval_steps", "sample_every", "sample_prompt",
+   "enable_tensorboard", "jax_cache_dir", "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
+   "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing"}
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Existing:
+class Existing(NamedTuple):
   """The contents of the run's place on disk. completed_steps: the number of steps of a finished run, else 0."""
 
   path: Path
@@ -48,11 +44,9 @@ class Existing:
 
 
 def inspect(cfg: Config) -> Existing:
-  """Reads the run's directory and checks that this command may use it. Writes nothing.
-
-  Raises ConfigError if the place is not writable, holds something that is not a run, or a run whose config differs in
-  keys that may not change (all are named).
-  """
+  """Reads the run's directory and checks that this command may use it. Writes nothing. Raises ConfigError if the place
+  is not writable, holds something that is not a run, or a run whose config differs in keys that may not change (all are
+  named)."""
   folder = cfg.run.base_output_directory
   if "://" in folder:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
@@ -64,10 +58,8 @@ def inspect(cfg: Config) -> Existing:
     return Existing(path, True, {}, 0)
   config_path = path / CONFIG_FILE
   if not config_path.exists():
-    raise ConfigError(
-      f"run_name={cfg.run.run_name}: {path} exists, is not empty and has no {CONFIG_FILE}, so it is not a run "
-      "directory; choose another run_name or base_output_directory"
-    )
+    said = f"run_name={cfg.run.run_name}: {path} exists, is not empty and has no {CONFIG_FILE}"
+    raise ConfigError(f"{said}, so it is not a run directory; choose another run_name or base_output_directory")
   try:
     previous = config.load(config_path)
   except ConfigError as error:
@@ -76,10 +68,8 @@ def inspect(cfg: Config) -> Existing:
   _check_changes(path, changed)
   if cfg.parallel.apart != previous.parallel.apart:
     before, now = previous.parallel.apart, cfg.parallel.apart
-    raise ConfigError(
-      f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own; use "
-      f"dcn_data_parallelism={before} or another run_name"
-    )
+    said = f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own"
+    raise ConfigError(f"{said}; use dcn_data_parallelism={before} or another run_name")
   return Existing(path, False, changed, _completed_steps(path, previous))
 
 
@@ -90,10 +80,8 @@ def has_checkpoint(existing: Existing) -> bool:
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure.
-
-  Returns the lock; closing it, or the end of the process, releases the directory.
-  """
+  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure. Returns the
+  lock; closing it, or the end of the process, releases the directory."""
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -107,9 +95,8 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
     lock.seek(0)
     holder = lock.read().strip() or "unknown"
     lock.close()
-    raise ConfigError(
-      f"run_name={cfg.run.run_name}: process {holder} is training in {path}; stop it first or choose another run_name"
-    ) from error
+    said = f"run_name={cfg.run.run_name}: process {holder} is training in {path}"
+    raise ConfigError(f"{said}; stop it first or choose another run_name") from error
   except OSError as error:  # some network file systems have no locks
     print(f"maxghost: {path} cannot be locked ({error.strerror}); do not start a second run in it", file=sys.stderr)
   try:
@@ -125,20 +112,15 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
 
 
 def _unwritable(path: Path, cfg: Config, reason: str) -> str:
-  return (
-    f"base_output_directory={cfg.run.base_output_directory}: cannot write {path} ({reason}); "
-    "name a folder you may write to"
-  )
+  said = f"base_output_directory={cfg.run.base_output_directory}: cannot write {path} ({reason})"
+  return f"{said}; name a folder you may write to"
 
 
 def _check_writable(path: Path, cfg: Config) -> None:
   if cfg.run.run_name in ("", ".", "..") or "/" in cfg.run.run_name:
-    raise ConfigError(
-      f"run_name={cfg.run.run_name!r}: must be the name of a folder in base_output_directory, for example run_name=base"
-    )
-  place = path.absolute()
-  while not os.path.lexists(place):
-    place = place.parent
+    said = f"run_name={cfg.run.run_name!r}"
+    raise ConfigError(f"{said}: must be the name of a folder in base_output_directory, for example run_name=base")
+  place = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
   if not place.is_dir():
     raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
   if not os.access(place, os.W_OK | os.X_OK):

@@ -19,10 +19,9 @@ from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.format import STEP_SCALARS, part_columns
 
 QUEUE_LENGTH = 8  # steps that may wait to be written
-COLUMNS = {  # of the score log, from arrays of the step's outputs
-  "tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
-  "contribution": "contribution_BSK",
-}  # fmt: skip
+# Columns of the score log, from arrays of the step's outputs.
+COLUMNS = {"tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
+           "contribution": "contribution_BSK"}  # fmt: skip
 
 
 class ScoreLogError(RuntimeError):
@@ -31,17 +30,15 @@ class ScoreLogError(RuntimeError):
 
 def open_recorder(cfg: Config, dataset, path: Path, slice_B: np.ndarray | None = None) -> "ScoreRecorder":
   """A recorder of this process's rows, in the run directory at `path`. slice_B: the slice of each row, with DiLoCo."""
-  writer = Writer(
-    path, tuple(cfg.data.validation_sets), process=(distributed.index(), distributed.count()),
-    period=cfg.ghost.ghost_log_period, fingerprint=dataset.fingerprint, objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
-    fields=(*dataset.source.fields, *(() if slice_B is None else ("slice",))),
-    parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts,
-  )  # fmt: skip
+  writer = Writer(path, tuple(cfg.data.validation_sets), process=(distributed.index(), distributed.count()),
+                  period=cfg.ghost.ghost_log_period, fingerprint=dataset.fingerprint, objective=cfg.optimizer.objective,
+                  ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip),
+                  direction=cfg.direction_name,
+                  fields=(*dataset.source.fields, *(() if slice_B is None else ("slice",))),
+                  parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts)  # fmt: skip
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
-  return ScoreRecorder(
-    writer, dataset.document_record, dataset.source.domains, path / "ghost" / tokens.FOLDER, reach_S, slice_B
-  )
+  folder = path / "ghost" / tokens.FOLDER
+  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, folder, reach_S, slice_B)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -52,14 +49,10 @@ def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, 
   return scored_BS, np.sort(first_U), np.argsort(np.argsort(first_U))[unit_N]
 
 
-def scored_rows(
-  outputs: Mapping[str, np.ndarray], batch, parts: Sequence[str] = ()
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """(columns of the U scored units, their document indices).
-
-  Tokens, shares and contributions of a unit's slots are summed; loss and dot are of the unit's mean loss. parts: names
-  of the adjacent rows of a unit, each of which has a column with its part of the contribution.
-  """
+def scored_rows(outputs: Mapping, batch, parts: Sequence[str] = ()) -> tuple[dict[str, np.ndarray], np.ndarray]:
+  """(columns of the U scored units, their document indices). Tokens, shares and contributions of a unit's slots are
+  summed; loss and dot are of the unit's mean loss. parts: names of the adjacent rows of a unit, each of which has a
+  column with its part of the contribution."""
   scored_BS, first_U, unit_N = scored_units(outputs, batch)
   slots = {name: outputs[array] for name, array in COLUMNS.items() if array in outputs}
   slots |= {"chunk": batch.offset_BS, "epoch": np.broadcast_to(batch.epoch_B[:, None], scored_BS.shape)}
@@ -86,9 +79,7 @@ def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.
   return out
 
 
-def module_contributions(
-  by_document: Mapping[str, np.ndarray], scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int
-) -> dict[str, np.ndarray]:
+def module_contributions(by_document: Mapping, scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int) -> dict:
   """Sums [L, B, S, K] over the scored documents of each domain: {label: f32[L, D, K]}, nats."""
   sums = {}
   for label, value_LBSK in by_document.items():
@@ -100,8 +91,7 @@ def module_contributions(
 def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
   """f32[M, L, D, K] with L the largest number of layers; missing layers are NaN."""
   num_layers = max(len(value) for value in by_module.values())
-  shape = next(iter(by_module.values())).shape[1:]
-  stacked = np.full((len(by_module), num_layers, *shape), np.nan, np.float32)
+  stacked = np.full((len(by_module), num_layers, *next(iter(by_module.values())).shape[1:]), np.nan, np.float32)
   for m, value_LDK in enumerate(by_module.values()):
     stacked[m, : len(value_LDK)] = value_LDK
   return stacked
@@ -113,11 +103,8 @@ def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence]
 
 
 class DomainSums:
-  """The contributions of each step by domain, over the rows of all processes.
-
-  document: (domain, ...) of a document by its index. writes: whether this process adds
-  these rows; another may have them too.
-  """
+  """The contributions of each step by domain, over the rows of all processes. document: (domain, ...) of a document by
+  its index. writes: whether this process adds these rows; another may have them too."""
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
     self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
@@ -125,10 +112,8 @@ class DomainSums:
     self._exchange = distributed.Exchange()
 
   def __call__(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
-    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}.
-
-    Empty for a step without scores. Every process must call it in every step that has scores.
-    """
+    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}. Empty for a
+    step without scores. Every process must call it in every step that has scores."""
     if not outputs["scored_ok"]:
       return dict
     scored_BS = scored_units(outputs, batch)[0] & self._writes
@@ -147,38 +132,21 @@ class ScoreRecorder:
   field.
   """
 
-  def __init__(
-    self,
-    writer,
-    document: Callable[[int], Sequence[Any]],
-    domains: Sequence[str],
-    token_folder: Path,
-    reach_S: np.ndarray | None = None,
-    slice_B: np.ndarray | None = None,
-  ):
-    self._writer = writer
-    self._reach_S, self._slice_B = reach_S, slice_B
-    self._token_folder = token_folder
-    self._domains = tuple(domains)
-    self._name = functools.cache(document)
+  def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path,
+               reach_S: np.ndarray | None = None, slice_B: np.ndarray | None = None):  # fmt: skip
+    self._writer, self._reach_S, self._slice_B = writer, reach_S, slice_B
+    self._token_folder, self._domains, self._name = token_folder, tuple(domains), functools.cache(document)
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
-    """Records one step.
-
-    outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted, f32[K], of the
-    step before; None for the first step. batch: the one trained on.
-    """
+    """Records one step. outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted,
+    f32[K], of the step before; None for the first step. batch: the one trained on."""
     self._raise_error()
     if len(self._waiting) == QUEUE_LENGTH:
       self._waiting[0].result()
     self._waiting.append(self._pool.submit(self._work, step, outputs, closing, batch))
-
-  def record_end(self, step: int, closing: Mapping) -> None:
-    """Records the validation loss after the last scored step, without scores."""
-    self.record(step, None, closing, None)
 
   def position(self) -> dict:
     """The writer's position after every recorded step; these steps are then on disk."""

@@ -41,10 +41,8 @@ def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-  """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`.
-
-  loss: the objective of the units. train_graphdef: of the whole train state. num_slots: S.
-  """
+  """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`. loss: the
+  objective of the units. train_graphdef: of the whole train state. num_slots: S."""
 
   cfg: Config
   loss: Objective
@@ -55,34 +53,18 @@ class Scorer:
 
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
     """This step. split: the model. step_loss: the training loss, with dropout."""
-    ghost, optimizer = self.cfg.ghost, self.cfg.optimizer
+    ghost, optimizer, model = self.cfg.ghost, self.cfg.optimizer, self.cfg.model
     state = rule_state(self.cfg, self.rule, train_state)
     stored, secant = self._earlier(train_state, optimizers.by_label(split.params))
     return Problem(
-      schedule=ghost.ghost_schedule,
-      model=split,
-      loss=step_loss,
-      val_loss=of_validation(self.cfg),
-      batch=batch,
-      val_batches=val_batches,
-      twin=self.twin,
-      parameters=self.twin.parameters,
-      scored=tuple(p.label for p in self.twin.scored),
-      rule=optimizers.direction_rule(optimizer, ghost.direction),
-      state=state,
-      second_order=ghost.curvature == "hessian",
-      update=lambda grads: self._update(train_state, grads, state),
-      validation=stored,
-      secant=secant,
-      account=self.rule,
-      settings=Settings(
-        num_micro=optimizer.gradient_accumulation_steps,
-        segment_lengths=self.cfg.model.stacked_segments,
-        remat_policy=self.cfg.model.remat_policy,
-        carries_on_host="carries" in self.cfg.model.offload_to_host,
-        in_turn=True,
-      ),
-    )
+      schedule=ghost.ghost_schedule, model=split, loss=step_loss, val_loss=of_validation(self.cfg), batch=batch,
+      val_batches=val_batches, twin=self.twin, parameters=self.twin.parameters,
+      scored=tuple(p.label for p in self.twin.scored), rule=optimizers.direction_rule(optimizer, ghost.direction),
+      state=state, second_order=ghost.curvature == "hessian",
+      update=lambda grads: self._update(train_state, grads, state), validation=stored, secant=secant, account=self.rule,
+      settings=Settings(num_micro=optimizer.gradient_accumulation_steps, remat_policy=model.remat_policy, in_turn=True,
+                        segment_lengths=model.stacked_segments, carries_on_host="carries" in model.offload_to_host),
+    )  # fmt: skip
 
   def _earlier(self, train_state: TrainStateNNX, params: dict) -> tuple[Stored | None, Secant | None]:
     """The validation gradients of earlier steps: those to score against, and those that tell the curvature."""
@@ -163,8 +145,7 @@ class Scorer:
       ok &= jnp.all(jnp.isfinite(own_1BT))
       own_1BT = jnp.where(ok, own_1BT, 0)
       own_BS1 = jnp.einsum("kbt,bts->bsk", own_1BT, used_BTS)
-    score_KBT = jnp.where(ok, scored.additive, 0)
-    forward_mode = ghost.engine == "jvp"
+    score_KBT, forward_mode = jnp.where(ok, scored.additive, 0), ghost.engine == "jvp"
     score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
     if scored.own:
       clipping = self._clipping(scored, score_BSK, own_BS1, norm)
@@ -176,11 +157,9 @@ class Scorer:
       factor_BSK, slope_BSK = clipping
       return learning_rate * (place(factor_BSK) * score + place(slope_BSK) * own)
 
-    out = {
-      "val_loss": scored.val_loss, "score_dot_BSK": score_BSK * per_share_BS[..., None],
-      "contribution_BSK": credit(score_BSK, own_BS1), **of_slots, "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32),
-      "scored_ok": ok,
-    }  # fmt: skip
+    out = {"val_loss": scored.val_loss, "score_dot_BSK": score_BSK * per_share_BS[..., None],
+           "contribution_BSK": credit(score_BSK, own_BS1), **of_slots,
+           "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32), "scored_ok": ok}  # fmt: skip
     if clipping is not None:
       changed_BSK = (clipping[0] != clip_factor) | (clipping[1] != 0)  # a difference of products may round otherwise
       out["of_clipping"] = jnp.where(changed_BSK, out["contribution_BSK"] - score_BSK * scale, 0).sum((0, 1))
@@ -189,13 +168,17 @@ class Scorer:
     if forward_mode:
       return out
     if ghost.ghost_detail != "total":
-      by_slot = functools.partial(_by_slot, used_BTS=used_BTS, sum_layers=ghost.ghost_detail == "module")
-      out["param_contribution"] = {
-        p.label: credit(
-          by_slot(p, passed.scores[p.label]), by_slot(p, scored.own[p.label]) if scored.own else None, lambda x: x[None]
-        )
-        for p in self.twin.scored
-      }
+
+      def by_slot(param, score):
+        """[L, B, S, K] from one parameter's [*stack, K, B, T]."""
+        score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
+        score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
+        return score_LBSK.sum(0, keepdims=True) if ghost.ghost_detail == "module" else score_LBSK
+
+      out["param_contribution"] = {}
+      for p in self.twin.scored:
+        own = by_slot(p, scored.own[p.label]) if scored.own else None
+        out["param_contribution"][p.label] = credit(by_slot(p, passed.scores[p.label]), own, lambda x: x[None])
     if scored.captured:
       out["captured"] = {label: jnp.atleast_2d(c) for label, c in scored.captured.items()}
     out["nonfinite_scores"] = {p.label: ~jnp.all(jnp.isfinite(passed.scores[p.label])) for p in self.twin.scored}
@@ -205,10 +188,8 @@ class Scorer:
 
   def _clipping(self, scored: Scored, score_BSK, own_BS1, norm) -> tuple[jax.Array, jax.Array]:
     """([B, S, K], [B, S, K]): what each slot's scores, and its scores along the batch gradient g, are multiplied with.
-
     They give `factor_without` of the slot: c_i <u, g_i> + (c - c_i) <u, g>, where the second term is divided among the
-    parts of g_i by their part of <g, g_i>. norm: |g|.
-    """
+    parts of g_i by their part of <g, g_i>. norm: |g|."""
     inverse = jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1), 0)
     if self.cfg.optimizer.gradient_accumulation_steps > 1:
       # <g, g_i> of micro-batches is along their own gradients: its sum is not |g|², which is known.
@@ -221,11 +202,9 @@ class Scorer:
     return factor_BSK, slope_BS1 * inverse * inverse * score_BSK.sum((0, 1), keepdims=True)
 
   def slots(self, batch, losses_BT, weights_BT) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(used_BTS, target_BTS, per_share_BS, the outputs share_BS, tokens_BS and loss_BS) of a batch's slots.
-
-    used_BTS, target_BTS: 1 where a position is used in a slot, or predicts one of its targets. per_share_BS: 1 / share
-    of the batch loss, 0 for share 0.
-    """
+    """(used_BTS, target_BTS, per_share_BS, the outputs share_BS, tokens_BS and loss_BS) of a batch's slots. used_BTS,
+    target_BTS: 1 where a position is used in a slot, or predicts one of its targets. per_share_BS: 1 / share of the
+    batch loss, 0 for share 0."""
     dtype = jnp.promote_types(losses_BT.dtype, jnp.float32)
     used_BT, target_BT = self.loss.units(batch)
     used_BTS = jax.nn.one_hot(used_BT - 1, self.num_slots, dtype=dtype)
@@ -276,18 +255,14 @@ def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
   return jnp.where(known & (between > 0), ahead / jnp.where(between > 0, between, 1), 0)
 
 
-def make_scorer(
-  cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1
-) -> Scorer:
+def make_scorer(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1) -> Scorer:
   """graphdef: of the train state. batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
   ghost, objective = cfg.ghost, create(cfg)
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
-  twin = prepare_twin(
-    model, micro, objective, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
-    spec=scoring_spec(cfg), exclude=excluded(cfg, model),
-    schedule=ghost.passes, num_val=ghost.ghost_val_batch_size,
-  )  # fmt: skip
+  twin = prepare_twin(model, micro, objective, num_sets=num_sets, num_positions=micro["inputs"].shape[1],
+                      spec=scoring_spec(cfg), exclude=excluded(cfg, model), schedule=ghost.passes,
+                      num_val=ghost.ghost_val_batch_size)  # fmt: skip
   # The account divides the step along the path or into parts with the state held fixed, as its scores do; what marginal
   # scores leave of the path is in the direction residual.
   along = ghost.direction in plugins.OF_STEP
@@ -308,13 +283,6 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
     if train_state.carried is not None:
       train_state.carried[...] = jnp.zeros_like(train_state.carried[...])
   return scored
-
-
-def _by_slot(param, score, used_BTS, sum_layers: bool):
-  """[L, B, S, K] from one parameter's [*stack, K, B, T]."""
-  score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
-  score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
-  return score_LBSK.sum(0, keepdims=True) if sum_layers else score_LBSK
 
 
 def placed(out: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,6 +311,4 @@ def to_host(out: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 def _each(function: Callable, out: Mapping[str, Any]) -> dict[str, Any]:
   """function(array, its row axis or None) of every output."""
-  return {
-    name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), value) for name, value in out.items()
-  }
+  return {name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), x) for name, x in out.items()}

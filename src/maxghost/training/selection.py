@@ -68,11 +68,9 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selected(Scored):
-  """The scored pass of the chosen rows, after that of all candidates.
-
-  index_k: indices of the chosen rows among the candidates, ascending; None if all rows are kept and the targets of
-  others are masked. chosen_B: bool. candidates: the candidate pass. batch: the chosen rows.
-  """
+  """The scored pass of the chosen rows, after that of all candidates. index_k: indices of the chosen rows among the
+  candidates, ascending; None if all rows are kept and the targets of others are masked. chosen_B: bool. candidates: the
+  candidate pass. batch: the chosen rows."""
 
   batch: dict
   index_k: jax.Array | None
@@ -83,9 +81,7 @@ class Selected(Scored):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selector(Scorer):
   """A Scorer of the chosen rows: it scores all rows of the batch, then scores the chosen ones and trains on them.
-
-  candidates: the scorer of all rows. sketch: another twin of all rows, for ghost_select=greats.
-  """
+  candidates: the scorer of all rows. sketch: another twin of all rows, for ghost_select=greats."""
 
   candidates: Scorer
   sketch: Twin | None
@@ -98,26 +94,20 @@ class Selector(Scorer):
     problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
     first = scoring.run(dataclasses.replace(problem, account=None, settings=settings), train_state)
-    value_B = jnp.nan_to_num(first.additive.mean(0).sum(-1))
-    pair_BB = None
+    value_B, pair_BB = jnp.nan_to_num(first.additive.mean(0).sum(-1)), None
     if self.sketch is not None:
       pair_BB = self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
-    chosen_B = choose(
-      ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), self.num_chosen,
-      jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
-      pair_BB=pair_BB,
-    )  # fmt: skip
+    chosen_B = choose(ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), self.num_chosen,
+                      jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
+                      pair_BB=pair_BB)  # fmt: skip
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
     # The validation gradient is made once for both passes.
     second = dataclasses.replace(problem, twin=self.twin, batch=picked, validation=first.validation)
-    scored = vars(schedules.score(second))
-    return Selected(**scored, batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
+    return Selected(**vars(schedules.score(second)), batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
 
   def outputs(self, scored: Selected, batch, learning_rate, norm, clip_factor) -> dict:
-    """As `Scorer.outputs`, for all candidates, with chosen_B bool.
-
-    Rows that were not chosen have contribution 0, and the dot product, loss and tokens of the candidate pass.
-    """
+    """As `Scorer.outputs`, for all candidates, with chosen_B bool. Rows that were not chosen have contribution 0, and
+    the dot product, loss and tokens of the candidate pass."""
     out, first = super().outputs(scored, scored.batch, learning_rate, norm, clip_factor), scored.candidates
     used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
     seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
@@ -128,8 +118,7 @@ class Selector(Scorer):
       whole = jnp.zeros(shape, value.dtype) if fill is None else fill.astype(value.dtype)
       if scored.index_k is not None:
         return whole.at[(slice(None),) * axis + (scored.index_k,)].set(value)
-      mask = jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis)))
-      return jnp.where(mask, value, whole)
+      return jnp.where(jnp.expand_dims(scored.chosen_B, tuple(range(1, len(shape) - axis))), value, whole)
 
     fills = {"score_dot_BSK": seen_dot, "tokens_BS": seen["tokens_BS"], "loss_BS": seen["loss_BS"]}
     for name, axis in scoring.ROW_AXIS.items():
@@ -155,8 +144,7 @@ class Selector(Scorer):
     moved = passes.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
-      model = nnx.merge(graphdef, p, rest)
-      pairs = zip(problem.val_losses, val_batches, strict=True)
+      model, pairs = nnx.merge(graphdef, p, rest), zip(problem.val_losses, val_batches, strict=True)
       return sum(passes.mean_loss(*loss(model, rows)) for loss, rows in pairs) / len(val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
@@ -170,34 +158,23 @@ class Selector(Scorer):
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
 
 
-def make_selector(
-  cfg: Config, graphdef: nnx.GraphDef, model: nnx.Module, batch, *, num_sets: int, num_segments: int
-) -> Selector:
+def make_selector(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: int, num_segments: int) -> Selector:
   """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
   rows = jax.tree.leaves(batch)[0].shape[0]
   k = num_chosen(cfg, rows)
-  chosen, shapes = (
-    {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()} for n in (k, rows)
-  )
-  scorer, candidates = (
-    scoring.make_scorer(cfg, graphdef, model, each, num_sets=num_sets, num_segments=num_segments)
-    for each in (chosen, shapes)
-  )
-  twin = None
+  of = lambda n: {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}  # noqa: E731
+  sizes, twin = {"num_sets": num_sets, "num_segments": num_segments}, None
+  scorer, candidates = (scoring.make_scorer(cfg, graphdef, model, of(n), **sizes) for n in (k, rows))
   if cfg.ghost.ghost_select == "greats":
-    exclude = scoring.excluded(cfg, model)
-    options = {"num_sets": 1, "num_positions": None, "spec": sketch.SPEC, "exclude": exclude}
-    twin = prepare_twin(model, shapes, create(cfg), **options)
+    options = {"num_sets": 1, "num_positions": None, "spec": sketch.SPEC, "exclude": scoring.excluded(cfg, model)}
+    twin = prepare_twin(model, of(rows), create(cfg), **options)
   return Selector(**vars(scorer), candidates=candidates, sketch=twin, num_candidates=rows, num_chosen=k)
 
 
 def take(batch: dict, chosen_B, k: int):
-  """(the chosen rows [k, ...], their indices [k] ascending).
-
-  If k is the whole batch, all rows stay, rows that are not chosen lose their targets, and the indices are None.
-  """
+  """(the chosen rows [k, ...], their indices [k] ascending). If k is the whole batch, all rows stay, rows that are not
+  chosen lose their targets, and the indices are None."""
   if k == chosen_B.shape[0]:
-    kept = jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)
-    return batch | {"targets_segmentation": kept}, None
+    return batch | {"targets_segmentation": jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)}, None
   index_k = jnp.sort(jnp.argsort(~chosen_B, stable=True)[:k])
   return {name: x[index_k] for name, x in batch.items()}, index_k

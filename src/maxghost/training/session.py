@@ -40,19 +40,9 @@ class Session:
   memory. With several processes, the first one prints and writes common results.
   """
 
-  def __init__(
-    self,
-    plan: Plan,
-    existing: run_directory.Existing,
-    dataset,
-    signals: StopSignals,
-    *,
-    open_checkpoints: Callable,
-    open_trackers: Callable,
-    open_parameters: Callable | None = None,
-    force: bool = False,
-    open_teacher: Callable | None = None,
-  ):
+  def __init__(self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *,
+               open_checkpoints: Callable, open_trackers: Callable, open_parameters: Callable | None = None,
+               force: bool = False, open_teacher: Callable | None = None):  # fmt: skip
     cfg = plan.cfg
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
     self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
@@ -153,15 +143,11 @@ class Session:
 
   def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
-    plan, cfg, say = self._plan, self._cfg, self._console.line
-    restored, frozen = None, {}
+    plan, cfg, say, restored, frozen = self._plan, self._cfg, self._console.line, None, {}
     if cfg.checkpoint.checkpoint_period:
-      self._checkpoints = self._open_checkpoints(
-        self._path / run_directory.CHECKPOINTS,
-        max_to_keep=cfg.checkpoint.max_num_checkpoints_to_keep,
-        asynchronous=cfg.checkpoint.async_checkpointing,
-        say=say,
-      )
+      kept = {"max_to_keep": cfg.checkpoint.max_num_checkpoints_to_keep, "say": say}
+      kept["asynchronous"] = cfg.checkpoint.async_checkpointing
+      self._checkpoints = self._open_checkpoints(self._path / run_directory.CHECKPOINTS, **kept)
       own, frozen = state.saved_parts(plan.state)
       restored = self._checkpoints.restore_latest(own)
     if restored is not None:
@@ -170,11 +156,10 @@ class Session:
       if position.rows not in (0, plan.rows):
         own = cfg.optimizer.gradient_accumulation_steps * plan.layout.num_devices
         way = "another number of devices" if position.rows % own else f"per_device_batch_size={position.rows // own}"
-        raise ConfigError(
-          f"per_device_batch_size={cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is {plan.rows} "
-          f"rows per step, but {self._path} was trained with {position.rows} (per_device_batch_size="
-          f"{restored.positions['config'].get('per_device_batch_size')}); use {way}, or another run_name"
-        )
+        was = f"(per_device_batch_size={restored.positions['config'].get('per_device_batch_size')})"
+        said = f"per_device_batch_size={cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is"
+        then = f"{plan.rows} rows per step, but {self._path} was trained with {position.rows} {was}"
+        raise ConfigError(f"{said} {then}; use {way}, or another run_name")
       self._dataset.train.restore(position.data)
       say(f"Continuing after {restored.step} completed steps: {self._checkpoints.path(restored.step)}")
       if "steps" in self._existing.changed:
@@ -246,13 +231,11 @@ class Session:
     facts = {
       "parameters": f"{plan.num_params:,}",
       "device": f"{plan.layout.num_devices} x {device.device_kind} ({device.platform})",
-      **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}),
-      "rows per step": f"{plan.rows:,}",
-      "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model",
-      "train step": train_step,
+      **({"mesh": plan.mesh} if plan.layout.num_devices > 1 else {}), "rows per step": f"{plan.rows:,}",
+      "arithmetic per step": f"{plan.flops.total / 1e12:.4f} TFLOP in the model", "train step": train_step,
       "versions": f"maxghost {maxghost.__version__}, jax {jax.__version__}, "
       f"flax {importlib.metadata.version('flax')}, Python {platform.python_version()}",
-    }
+    }  # fmt: skip
     write_text(self._path / "run_facts.json", json.dumps(sealed(facts), indent=2) + "\n")
 
   def _conclude(self, outcome: Outcome) -> int:

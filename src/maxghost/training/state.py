@@ -23,6 +23,7 @@ from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 
 REFERENCE = "reference_model"  # of a train state
+Split = tuple[nnx.GraphDef, nnx.State]
 
 
 class TrainCounter(nnx.Variable):
@@ -37,23 +38,13 @@ class StoredGradient(nnx.Variable):
 class TrainStateNNX(nnx.Module):
   """Model, optimizer and the clipping factor of the previous step."""
 
-  def __init__(
-    self,
-    model: nnx.Module,
-    tx: optax.GradientTransformation | None = None,
-    *,
-    trainable: nnx.filterlib.Filter = nnx.Param,
-    num_stored: int = 0,
-    carries: bool = False,
-    reference_model: nnx.Module | None = None,
-  ):
+  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *,
+               trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
+               reference_model: nnx.Module | None = None):  # fmt: skip
     """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
-
     carries: see `carry`. reference_model: another model, which no step changes; it may share Variables of `model` that
-    are not trained.
-    """
-    self.model = model
-    self.reference_model = reference_model
+    are not trained."""
+    self.model, self.reference_model = model, reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
     if num_stored:
@@ -77,14 +68,12 @@ class TrainStateNNX(nnx.Module):
 
 def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
   """A fresh state: weights from init_weights_seed, zero moments, step 0. teacher: of a reference of another model."""
-  model = adapters.create(cfg)
-  num_stored = len(cfg.val_sets) * cfg.ghost.num_stored
+  model, num_stored = adapters.create(cfg), len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
   carries = bool(num_stored) and cfg.ghost.carries_curvature
-  frozen = adapters.create(cfg) if cfg.reference == "start" else None
-  if teacher:
-    frozen = models.create(teacher, rngs=nnx.Rngs(0))
+  start = adapters.create(cfg) if cfg.reference == "start" else None
+  frozen = models.create(teacher, rngs=nnx.Rngs(0)) if teacher else start
   return TrainStateNNX(model, tx, trainable=trained, num_stored=num_stored, carries=carries, reference_model=frozen)
 
 
@@ -96,13 +85,10 @@ def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainS
 
 
 def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
-  """The state before a step that draws new validation rows, with what the old rows tell of the curvature.
-
-  turned: by how much their gradients were other before the last step (`step.make_closing`); in place of them, these are
-  stored, and `carried` is 1 until the step is done.
-  """
-  new = dict(enumerate(turned))
-  flat = []
+  """The state before a step that draws new validation rows, with what the old rows tell of the curvature. turned: by
+  how much their gradients were other before the last step (`step.make_closing`); in place of them, these are stored,
+  and `carried` is 1 until the step is done."""
+  new, flat = dict(enumerate(turned)), []
   for path, v in nnx.to_flat_state(state):
     if path[0] == "stored_gradients":
       v = v.replace(jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding))
@@ -119,8 +105,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
     return nnx.LoRAParam
   if not cfg.optimizer.trainable_parameters_mask:
     return nnx.Param
-  paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-  found = set()
+  paths, found = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}, set()
   for pattern in cfg.optimizer.trainable_parameters_mask:
     if not (matching := fnmatch.filter(paths, pattern)):
       raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(paths)}")
@@ -128,9 +113,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   return nnx.filterlib.PathIn(*(paths[label] for label in found))
 
 
-def create_split(
-  cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None
-) -> tuple[nnx.GraphDef, nnx.State]:
+def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None) -> Split:
   """(graphdef, state) of a fresh train state, made in its layout by one compiled call; the layout changes no value."""
   graphdef, abstract = abstract_split(cfg, teacher)
 
@@ -141,7 +124,7 @@ def create_split(
   return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
 
 
-def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> Split:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg, teacher)))
   return graphdef, HostMemory.of(cfg).abstract(state)
@@ -197,8 +180,7 @@ class Position:
 def saved_parts(state: nnx.State) -> tuple[dict, dict]:
   """(arrays of `to_tree` in a checkpoint, frozen ones: a reference, weights below adapters, read from their origin)."""
   flat = {tuple(map(str, path)): v for path, v in nnx.to_flat_state(state)}
-  adapted = any(isinstance(v, nnx.LoRAParam) for v in flat.values())
-  saved, frozen = {}, {}
+  adapted, saved, frozen = any(isinstance(v, nnx.LoRAParam) for v in flat.values()), {}, {}
   for path, v in flat.items():
     below = adapted and path[0] == "model" and not isinstance(v, nnx.LoRAParam)
     (frozen if below or path[0] == REFERENCE else saved)[path] = v.get_value()

@@ -30,13 +30,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   schedule concat; with ghost also the ledger's columns [K] and `Scorer.outputs`, or with ghost_select
   `Selector.outputs`.
 
-  Args:
-    graphdef, state: a split TrainStateNNX (the state may be abstract).
-    batch: arrays or shapes of one training batch.
-    num_segments: S, the largest segment id in a row.
-    num_sets: K, the length of val_batches, which is empty without ghost.
-
-  Raises: ValueError for a model that the engine cannot score.
+  graphdef, state: a split TrainStateNNX (the state may be abstract). batch: arrays or shapes of one training batch.
+  num_segments: S, the largest segment id in a row. num_sets: K, the length of val_batches, which is empty without
+  ghost. Raises ValueError for a model that the engine cannot score.
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   objective, val_objective = create(cfg), of_validation(cfg)
@@ -45,9 +41,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     model = nnx.merge(graphdef, state).model
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
     if cfg.reference:
-      (batch,) = jax.eval_shape(
-        lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch
-      )
+      read = lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows)  # noqa: E731
+      (batch,) = jax.eval_shape(read, state, batch)
     scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
@@ -55,8 +50,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     if cfg.reference:
       (batch,) = referenced(objective, train_state, batch)
       val_batches = referenced(val_objective, train_state, *val_batches)
-    split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
-    key = None
+    split, key = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...)), None
     if cfg.model.dropout_rate or cfg.adapter.lora_dropout:
       # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
       key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), train_state.step)
@@ -69,11 +63,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       passed = scored.passed
     norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
-    out = {
-      "loss": passed.loss, "grad_norm": norm,
-      "param_norm": _norm(cfg, split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)),
-      "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor,
-    }  # fmt: skip
+    out = {"loss": passed.loss, "grad_norm": norm,
+           "param_norm": _norm(cfg, split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)),
+           "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor}  # fmt: skip
     out |= step_loss.reported(passed.loss, passed.metrics)
     columns = {}
     if scorer is not None:
@@ -87,9 +79,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     if cfg.model.use_qk_clip:
       before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
       if scorer is not None:
-        out = ledger.with_clipped(
-          out, before, by_label(nnx.state(train_state.model, nnx.Param)), scorer.gradients(scored)
-        )
+        labelled = by_label(nnx.state(train_state.model, nnx.Param))
+        out = ledger.with_clipped(out, before, labelled, scorer.gradients(scored))
     train_state.clip_factor[...] = clip_factor.astype(train_state.clip_factor.dtype)
     return nnx.state(train_state), scoring.placed(out)
 
@@ -102,11 +93,9 @@ def _norm(cfg: Config, state: nnx.State):
 
 
 def _clipped_update(cfg: Config, grads):
-  """(global norm, clipping factor, update(train state, read)), which updates the state by the clipped gradient.
-
-  read: sums over the old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy
-  arrays that are read elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step.
-  """
+  """(global norm, clipping factor, update(train state, read)), which updates the state by the clipped gradient. read:
+  sums over the old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy arrays
+  that are read elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step."""
   threshold, segments = cfg.optimizer.gradient_clipping_threshold, cfg.model.stacked_segments
   if not segments:
     grads = jax.lax.optimization_barrier(grads)  # for the bits, as in `clip`; sums by segments have their own
@@ -141,19 +130,16 @@ def make_eval_step(cfg: Config, graphdef):
 
 
 def make_closing(cfg: Config, graphdef):
-  """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before.
-
-  For validation rows that the train step no longer has. prev_predicted is left out where the train step has none, and
-  for schedules that never hold a whole gradient. turned, if `carries_curvature`: for `state.carry`.
-  """
+  """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before. For validation rows
+  that the train step no longer has. prev_predicted is left out where the train step has none, and for schedules that
+  never hold a whole gradient. turned, if `carries_curvature`: for `state.carry`."""
   loss_fn, rule = of_validation(cfg), optimizers.create(cfg.optimizer)
   whole = cfg.ghost.ghost_schedule in ("two_pass", "forward_mode")
 
   def close(state, val_batches):
     train_state = nnx.merge(graphdef, state)
     val_batches = referenced(loss_fn, train_state, *val_batches) if cfg.reference else val_batches
-    before = scoring.rule_state(cfg, rule, train_state)
-    carries = cfg.ghost.carries_curvature
+    before, carries = scoring.rule_state(cfg, rule, train_state), cfg.ghost.carries_curvature
     if not whole or not (ledger.recalls(rule, before) or carries):
       pairs = zip(of_each_set(loss_fn, val_batches), val_batches, strict=True)
       losses = [passes.validation_mean(*loss(train_state.model, batch)) for loss, batch in pairs]

@@ -7,10 +7,8 @@ from maxghost.data.sources.files import expand
 
 _BUILT_IN_CAP = 2_000_000  # bytes per domain of stdlib and synthetic, unless dataset_domain_bytes says otherwise
 # Keys that only some types read. A key set for another type is refused, not ignored.
-_READ_BY = {
-  "dataset_files": ("text", "grain", "hf", "tfds"), "dataset_path": ("tfds",),
-  "document_fields": ("text", "grain", "hf", "tfds"),
-}  # fmt: skip
+_READ_BY = {"dataset_files": ("text", "grain", "hf", "tfds"), "dataset_path": ("tfds",),
+            "document_fields": ("text", "grain", "hf", "tfds")}  # fmt: skip
 
 
 def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
@@ -18,10 +16,8 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
   kind, cap, kept = cfg.dataset_type, cfg.dataset_domain_bytes, isinstance(cfg.train_data_columns, Kept)
   for key, kinds in _READ_BY.items():
     if getattr(cfg, key) and kind not in kinds:
-      raise ConfigError(
-        f"{key} is set, but dataset_type={kind} does not read it; use dataset_type={' or '.join(kinds)}, or leave it "
-        "empty"
-      )
+      said = f"{key} is set, but dataset_type={kind} does not read it"
+      raise ConfigError(f"{said}; use dataset_type={' or '.join(kinds)}, or leave it empty")
   if kept and kind in ("stdlib", "synthetic"):
     raise ConfigError(f"dataset_type={kind} is plain text, but the objective reads records; use dataset_type=text")
   built_in_cap, cap = (_BUILT_IN_CAP, 0) if cap < 0 else (cap, cap)
@@ -30,9 +26,8 @@ def open_source(cfg: DataConfig, seed: int, *, whole: bool = True) -> Source:
   if kind == "synthetic":
     return synthetic.load(cfg.dataset_domains, built_in_cap, seed)
   if cap and kind not in ("text", "hf"):
-    raise ConfigError(
-      f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic, text and hf, not with {kind}; use -1"
-    )
+    said = f"dataset_domain_bytes={cap} works with dataset_type stdlib, synthetic, text and hf, not with {kind}"
+    raise ConfigError(f"{said}; use -1")
   if kind in ("hf", "tfds"):
     return tables.load(cfg)
   own = kept and kind == "text"  # records may name their own domains

@@ -59,9 +59,7 @@ def open_reader(path: str):
   return reader
 
 
-def _texts(
-  readers: Opened, path: str, kind: str, columns: tuple[str, ...], records: list[int], sizes: list[int]
-) -> list[bytes]:
+def _texts(readers: Opened, path: str, kind: str, columns: tuple, records: list[int], sizes: list) -> list[bytes]:
   read = zip([f"{path}, record {number}" for number in records], read_records(readers, path, records), strict=True)
   if kind == TEXT:
     return [utf8(where, 0, raw) for where, raw in read]

@@ -16,10 +16,8 @@ from maxghost.data.types import Document, DocumentId
 T = TypeVar("T")
 _REPAIR = "repair or remove it, or use on_corrupt=skip"
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
-COLUMNS = {
-  "conversations": ("messages", "prompt", "completion", "tools"),
-  "pairs": ("prompt", "chosen", "rejected", "tools", *REFERENCE_COLUMNS),
-}
+COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools"),
+           "pairs": ("prompt", "chosen", "rejected", "tools", *REFERENCE_COLUMNS)}  # fmt: skip
 
 
 class Kept(tuple[str, ...]):
@@ -36,13 +34,10 @@ class CorruptError(ValueError):
 class Source(Protocol):
   """Random access to documents; has the shape of `grain.sources.RandomAccessDataSource`.
 
-  Attributes:
-    domains: names in a fixed order.
-    fingerprint: changes when the data behind the source changes.
-    files: fingerprint of each file; empty for a source without files of its own.
-    num_bytes: total text bytes (an estimate where the format does not record them).
-    notes: lines to show the user, such as files left out.
-    fields: names of what the score log keeps of each record (`document_fields`).
+  domains: names in a fixed order. fingerprint: changes when the data behind the source changes. files: fingerprint of
+  each file; empty for a source without files of its own. num_bytes: total text bytes (an estimate where the format does
+  not record them). notes: lines to show the user, such as files left out. fields: names of what the score log keeps of
+  each record (`document_fields`).
   """
 
   domains: tuple[str, ...]
@@ -103,9 +98,8 @@ def left_out(error: CorruptError, on_corrupt: str) -> str:
   return f"left out: {error}"
 
 
-def read_or_skip(
-  read: Callable[[np.ndarray], Iterable[T]], indices: np.ndarray, on_corrupt: str = "skip", fix: str = _REPAIR
-) -> list[T | None]:
+def read_or_skip(read: Callable[[np.ndarray], Iterable[T]], indices: np.ndarray, on_corrupt: str = "skip",
+                 fix: str = _REPAIR) -> list[T | None]:  # fmt: skip
   """The results of `read`, one for each index; None for a corrupt one. With on_corrupt=error ConfigError names it."""
   try:
     return [*read(indices)]
@@ -121,9 +115,7 @@ def read_or_skip(
   return out
 
 
-def read_all(
-  read: Callable[[list[int]], list[T]], records: list[int], errors: type[Exception] | tuple, where: str
-) -> list[T]:
+def read_all(read: Callable[[list[int]], list[T]], records: list[int], errors: Any, where: str) -> list[T]:
   """What a library's `read` gives. Where it raises one of `errors`, CorruptError names the record."""
   try:
     return read(records)
@@ -183,10 +175,8 @@ def take(items: Iterable[T], cap: int, domain: str, size: Callable[[T], int]) ->
 
 
 def too_low_cap(cap: int, domain: str, first_bytes: int) -> ConfigError:
-  return ConfigError(
-    f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {first_bytes} bytes; "
-    f"use {first_bytes} or more, or 0 for no cap"
-  )
+  said = f"dataset_domain_bytes={cap} is below the first document of domain '{domain}', which has {first_bytes} bytes"
+  return ConfigError(f"{said}; use {first_bytes} or more, or 0 for no cap")
 
 
 def check_known(key: str, names: Iterable[str], known: Iterable[str], owner: str) -> None:

@@ -3,7 +3,7 @@
 import glob
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from maxghost.config import ConfigError
 from maxghost.config.values import naming
@@ -11,14 +11,12 @@ from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import check_known
 
 # By dataset_type.
-_EXAMPLES = {
-  "text": "/data/wiki/**/*.jsonl", "hf": "/data/wiki", "grain": "/data/wiki/*.array_record", "tfds": "lm1b:1.1.0",
-}  # fmt: skip
+_EXAMPLES = {"text": "/data/wiki/**/*.jsonl", "hf": "/data/wiki", "grain": "/data/wiki/*.array_record",
+             "tfds": "lm1b:1.1.0"}  # fmt: skip
 _SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that go into its fingerprint
 
 
-@dataclass(frozen=True)
-class CorpusFile:
+class CorpusFile(NamedTuple):
   """One file. name: its path below the folder that the domain's globs share; part of the document ids."""
 
   domain: str
@@ -29,9 +27,8 @@ class CorpusFile:
 
 def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kind: str = "text") -> list[CorpusFile]:
   """The files of `domain=glob` patterns (`**` matches any number of folders), by domain as given, then by name.
-
-  domains: the wanted ones; empty = all. key, kind: the setting and the dataset_type, for error messages (ConfigError).
-  """
+  domains: the wanted ones; empty = all. key, kind: the setting and the dataset_type, for error messages
+  (ConfigError)."""
   by_domain: dict[str, list[str]] = {}
   for domain, pattern in labelled(key, patterns, domains, lambda _: "text", kind):
     by_domain.setdefault(domain, []).append(os.path.expanduser(pattern))
@@ -60,9 +57,7 @@ def _of_folder(folder: str, kind: str) -> str:
   return f"{folder} is a folder; write {os.path.join(folder, '**', '*' + ending)}"
 
 
-def labelled(
-  key: str, items: Sequence[str], domains: tuple[str, ...], default_domain: Callable[[str], str], kind: str
-) -> list[tuple[str, str]]:
+def labelled(key: str, items: Sequence[str], domains: Sequence[str], default_domain: Callable, kind: str) -> list:
   """(domain, rest) of `domain=rest` items, or of rest and `default_domain`, as `domains` (empty = all). ConfigError."""
   if not items:
     raise ConfigError(f"{key} is empty, but dataset_type={kind} asks for it; give {key}=[domain={_EXAMPLES[kind]}]")

@@ -33,10 +33,8 @@ class Opened:
 @dataclass(frozen=True)
 class Shard:
   """Documents of one domain. name: the path in their ids. Its functions are pickled with it, and raise CorruptError.
-
   read: the texts of documents, from their offsets and, in a source with an index, their sizes. record: the whole record
-  of one document, likewise; None where documents are texts only.
-  """
+  of one document, likewise; None where documents are texts only."""
 
   domain: str
   name: str
@@ -48,21 +46,13 @@ class Shard:
 
 
 class RecordSource(Source):
-  """The documents of all shards, numbered consecutively. A document's offset is its number in the shard.
+  """The documents of all shards, numbered consecutively. A document's offset is its number in the shard. index: offset
+  and size of each document instead (int64[n] each). exact: these sizes are those of the texts."""
 
-  index: offset and size of each document instead (int64[n] each). exact: these sizes are those of the texts.
-  """
-
-  def __init__(
-    self,
-    shards: Sequence[Shard],
-    notes: Sequence[str] = (),
-    index: tuple[np.ndarray, np.ndarray] | None = None,
-    exact: bool = False,
-    fields: Sequence[str] = (),
-  ):
-    self.domains = tuple(dict.fromkeys(shard.domain for shard in shards))
-    self.notes = tuple(notes)
+  def __init__(self, shards: Sequence[Shard], notes: Sequence[str] = (),
+               index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False,
+               fields: Sequence[str] = ()):  # fmt: skip
+    self.domains, self.notes = tuple(dict.fromkeys(shard.domain for shard in shards)), tuple(notes)
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
     self.fingerprint = f"{text_hash(*itertools.chain(*self.files.items())):016x}"
     self._shards, self._index, self._exact = shards, index, exact

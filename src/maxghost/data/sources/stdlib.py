@@ -18,10 +18,8 @@ from maxghost.data.sources.base import DocumentList, check_known, take
 from maxghost.data.types import Document
 
 DOMAINS = ("code", "docstrings", "manual", "tables")
-_SKIPPED_FOLDERS = {
-  "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "distutils",
-  "pydoc_data", "turtledemo", "ensurepip",
-}  # fmt: skip
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3",
+                    "distutils", "pydoc_data", "turtledemo", "ensurepip"}  # fmt: skip
 _TABLE_MODULES = {"html/entities.py", "stringprep.py", "tkinter/constants.py"}
 # A triple-quoted string that opens a module or stands on the first line of code after one that ends with a colon.
 _DOCSTRING = re.compile(
@@ -37,22 +35,16 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.Pa
   library = Path(root if root is not None else sysconfig.get_path("stdlib"))
   paths = _modules(library)
   modules = [path for path in paths if not _is_table(path)]
-  readers = {
-    "code": lambda: _whole("code", library, modules),
-    "docstrings": lambda: _docstrings(library, modules),
-    "manual": _manual,
-    "tables": lambda: _whole("tables", library, filter(_is_table, paths)),
-  }
+  readers = {"code": lambda: _whole("code", library, modules), "docstrings": lambda: _docstrings(library, modules),
+             "manual": _manual, "tables": lambda: _whole("tables", library, filter(_is_table, paths))}  # fmt: skip
   documents: list[Document] = []
   for domain in chosen:
     if not (taken := take(readers[domain](), domain_bytes, domain, lambda one: len(one.text))):
       others = [name for name in chosen if name != domain]
       fix = f"use dataset_domains=[{','.join(others)}]" if others else "name another domain"
       what = "pydoc_data.topics" if domain == "manual" else "source files (*.py)"
-      raise ConfigError(
-        f"dataset_domains has '{domain}', but this Python ({sys.version.split()[0]}, library in {library}) has no "
-        f"{what}; {fix}, or run a Python that brings its library's source"
-      )
+      said = f"dataset_domains has '{domain}', but this Python ({sys.version.split()[0]}, library in {library}) has no"
+      raise ConfigError(f"{said} {what}; {fix}, or run a Python that brings its library's source")
     documents.extend(taken)
   return DocumentList(documents, chosen)
 

@@ -13,10 +13,8 @@ _WORDS = (b"ghost", b"light", b"river", b"stone", b"under", b"the", b"a", b"of",
 
 
 def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, seed: int = 0) -> DocumentList:
-  """`words` repeats a small lexicon, `digits` counts upwards, `brackets` nests, `noise` is random ASCII.
-
-  domains: in this order; empty = all. domain_bytes: whole documents up to this many bytes each; 0 = 256 documents.
-  """
+  """`words` repeats a small lexicon, `digits` counts upwards, `brackets` nests, `noise` is random ASCII. domains: in
+  this order; empty = all. domain_bytes: whole documents up to this many bytes each; 0 = 256 documents."""
   chosen = tuple(domains) or DOMAINS
   check_known("dataset_domains", chosen, DOMAINS, "dataset_type=synthetic")
   documents = []

@@ -93,24 +93,18 @@ def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   except Exception as error:  # DatasetNotFoundError, and ValueError for malformed names
     path = os.path.expanduser(folder)
     present = sorted(os.listdir(path)) if os.path.isdir(path) else []
-    raise ConfigError(
-      f"dataset_files={dataset} is not found in dataset_path={folder} ({type(error).__name__}); it holds "
-      f"{', '.join(present[:10]) or 'none'}"
-    ) from error
+    said = f"dataset_files={dataset} is not found in dataset_path={folder} ({type(error).__name__})"
+    raise ConfigError(f"{said}; it holds {', '.join(present[:10]) or 'none'}") from error
   if not builder.is_prepared():
-    raise ConfigError(
-      f"dataset_files={dataset} is not prepared in {builder.data_path}; prepare it with: "
-      f"tfds build {dataset} --file_format=array_record"
-    )
+    said = f"dataset_files={dataset} is not prepared in {builder.data_path}"
+    raise ConfigError(f"{said}; prepare it with: tfds build {dataset} --file_format=array_record")
   columns_of(cfg.train_data_columns, builder.info.features, f"dataset_files={dataset}")
   _check_split(dataset, split, builder.info.splits)
   try:
     source = builder.as_data_source(split=split)
   except NotImplementedError as error:
-    raise ConfigError(
-      f"dataset_files={dataset} was prepared without random access ({builder.info.file_format}); "
-      "convert it with: tfds convert_format --out_file_format=array_record"
-    ) from error
+    said = f"dataset_files={dataset} was prepared without random access ({builder.info.file_format})"
+    raise ConfigError(f"{said}; convert it with: tfds convert_format --out_file_format=array_record") from error
   files = {str(one.filename) for one in source.dataset_info.splits[split].file_instructions}
   return source, f"{source.dataset_info.full_name}/{split}", files
 

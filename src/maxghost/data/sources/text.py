@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
   names = (*base.wanted_fields(cfg.document_fields).values(), *(("domain",) if own else ()))
   shards, offsets, sizes, notes, known = [], [], [], [], []
-  used: dict[str, int] = {}  # bytes by domain
-  unpacked = 0
+  used, unpacked = {}, 0  # bytes by domain
   for file, kind in zip(files, kinds, strict=True):
     is_packed = file.path.endswith(_PACKED)
     index, read = (_index_rows, _read_rows) if kind == PARQUET else (_index_text, _read_text)
@@ -63,19 +62,16 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
       offset = size = np.zeros(0, np.int64)
     unpacked += int(size.sum()) if is_packed else 0
     if whole and unpacked > _MEMORY_LIMIT:
-      raise ConfigError(
-        f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from "
-        "memory; unpack the files, or tokenize them once with: python -m maxghost.data prepare"
-      )
+      said = f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from memory"
+      raise ConfigError(f"{said}; unpack the files, or tokenize them once with: python -m maxghost.data prepare")
     if cap and len(size):
       ends = used.get(file.domain, 0) + np.cumsum(size)
       if file.domain not in used and ends[0] > cap:
         raise base.too_low_cap(cap, file.domain, int(ends[0]))
       used[file.domain] = int(ends[-1])
       offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
-    record = functools.partial(_record, opened, file.path) if kind == JSONL else None
-    if kind == PARQUET:
-      record = functools.partial(_row_fields, fields, file.path, names)
+    rows = functools.partial(_row_fields, fields, file.path, names)
+    record = {JSONL: functools.partial(_record, opened, file.path), PARQUET: rows}.get(kind)
     read, place = functools.partial(read, *arguments), functools.partial(_place, opened, file.path, kind)
     for domain, here in _by_domain(file.domain, record if own else None, offset, size).items():
       if not domain.isprintable():
@@ -93,9 +89,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   return source
 
 
-def _by_domain(
-  label: str, record: Callable[[int, int], Mapping[str, Any]] | None, offsets: np.ndarray, sizes: np.ndarray
-) -> dict[str, np.ndarray]:
+def _by_domain(label: str, record: Callable | None, offsets: np.ndarray, sizes: np.ndarray) -> dict[str, np.ndarray]:
   """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
   found: dict[str, list[int]] = {}
   for number, place in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if record else ()):
@@ -158,8 +152,7 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
   ends = [np.flatnonzero(view[first : first + _LINES_BYTES] == ord("\n")) + first for first in parts]
   stops = np.concatenate([*ends, [len(view)]]).astype(np.int64)
   starts = np.concatenate(([0], stops[:-1] + 1))
-  sizes = np.maximum(stops - starts, 0)
-  kept = np.ones(len(starts), bool)
+  sizes, kept = np.maximum(stops - starts, 0), np.ones(len(starts), bool)
   for line in np.flatnonzero(sizes < 3).tolist():
     kept[line] = bool(view[starts[line] : stops[line]].tobytes().strip())
   starts, sizes = starts[kept], sizes[kept]
@@ -170,9 +163,7 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
   return starts, sizes
 
 
-def _read_text(
-  opened: Opened, path: str, columns: tuple[str, ...] | None, offsets: list[int], sizes: list[int]
-) -> list[bytes]:
+def _read_text(opened: Opened, path: str, columns: tuple[str, ...] | None, offsets: list, sizes: list) -> list[bytes]:
   places = zip(offsets, sizes, strict=True)
   if columns is None:
     return [base.utf8(path, offset, _bytes(opened, path, offset, size)) for offset, size in places]
@@ -244,8 +235,7 @@ def _row_fields(opened: Opened, path: str, names: tuple[str, ...], row: int, _: 
 def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
   parquet = opened.get(path)
-  columns = base.columns_of(columns, parquet.file.schema_arrow.names, path)
-  rows = parquet.file.metadata.num_rows
+  columns, rows = base.columns_of(columns, parquet.file.schema_arrow.names, path), parquet.file.metadata.num_rows
   chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
   total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
   return np.arange(rows, dtype=np.int64), np.full(rows, max(1, total // max(1, rows)), np.int64)
