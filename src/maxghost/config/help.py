@@ -69,11 +69,9 @@ def explain(key: str) -> str:
   field = known[key]
   section, cls = next((name, cls) for name, cls in SECTIONS.items() if field in dataclasses.fields(cls))
   rows = [
-    ("type", values.type_name(field.type)),
-    ("default", values.shown(field.default)),
-    ("limits", limits(field) or "none"),
-    ("section", f"{section}: {cls.__doc__}"),
-  ]
+    ("type", values.type_name(field.type)), ("default", values.shown(field.default)),
+    ("limits", limits(field) or "none"), ("section", f"{section}: {cls.__doc__}"),
+  ]  # fmt: skip
   if (value := field.metadata["choices"][-1] if field.metadata["choices"] else field.default) not in ("", ()):
     rows.append(("example", f"{key}={values.shown(value)}"))
   return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])

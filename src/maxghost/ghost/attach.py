@@ -63,16 +63,10 @@ def split(model: nnx.Module):
 
 
 def attach(
-  model: nnx.Module,
-  *,
-  num_examples: int,
-  num_positions: int | None = None,
-  num_sets: int = 1,
-  spec: DirectionSpec | None = None,
-  exclude: tuple[str, ...] = (),
-  num_val: int = 0,
+  model: nnx.Module, *, num_examples: int, num_positions: int | None = None, num_sets: int = 1,
+  spec: DirectionSpec | None = None, exclude: tuple[str, ...] = (), num_val: int = 0,
   linked: dict[str, probed.Use] | None = None,
-) -> Twin:
+) -> Twin:  # fmt: skip
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
   Args:
@@ -178,17 +172,9 @@ def _twin_class(layer_type: type, found: rules.Rule) -> type:
 
 
 def prepare_twin(
-  model,
-  batch,
-  loss_fn: Callable,
-  *,
-  num_sets: int,
-  num_positions: int | None,
-  spec: DirectionSpec,
-  exclude: tuple[str, ...] = (),
-  schedule: str = "two_pass",
-  num_val: int = 0,
-) -> Twin:
+  model, batch, loss_fn: Callable, *, num_sets: int, num_positions: int | None, spec: DirectionSpec,
+  exclude: tuple[str, ...] = (), schedule: str = "two_pass", num_val: int = 0,
+) -> Twin:  # fmt: skip
   """Builds the twin for batches of this shape.
 
   A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract

@@ -72,16 +72,10 @@ class GhostEngine:
 
   @_own_names()
   def __init__(
-    self,
-    cfg: Config | None = None,
-    *,
-    schedule: str | None = None,
-    direction: str | None = None,
-    rank: int | None = None,
-    engine: str | None = None,
-    exclude: tuple[str, ...] | None = None,
+    self, cfg: Config | None = None, *, schedule: str | None = None, direction: str | None = None,
+    rank: int | None = None, engine: str | None = None, exclude: tuple[str, ...] | None = None,
     per_position: bool = False,
-  ):
+  ):  # fmt: skip
     cfg = cfg or Config()
     self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
     self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
@@ -106,15 +100,9 @@ class GhostEngine:
 
   @_own_names()
   def score(
-    self,
-    model,
-    train_batch,
-    val_batch,
-    *,
-    loss_fn: Callable | None = None,
-    state: RuleState | AdamState | None = None,
+    self, model, train_batch, val_batch, *, loss_fn: Callable | None = None, state: RuleState | AdamState | None = None,
     delta: nnx.State | None = None,
-  ) -> GhostResult:
+  ) -> GhostResult:  # fmt: skip
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
     Args:
@@ -188,21 +176,11 @@ class GhostEngine:
     def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
       settings = schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy)
       problem = schedules.Problem(
-        schedule=self._schedule,
-        model=schedules.Model(graphdef, params, rest),
-        loss=loss_fn,
-        val_loss=loss_fn,
-        batch=train_batch,
-        val_batches=val_batches,
-        twin=twin,
-        parameters=views,
-        scored=tuple(label for label in views if label not in left_out),
-        rule=self.spec.rule,
-        state=state,
-        second_order=self.second_order,
-        update=lambda grads: (state, delta),
-        settings=settings,
-      )
+        schedule=self._schedule, model=schedules.Model(graphdef, params, rest), loss=loss_fn, val_loss=loss_fn,
+        batch=train_batch, val_batches=val_batches, twin=twin, parameters=views,
+        scored=tuple(label for label in views if label not in left_out), rule=self.spec.rule, state=state,
+        second_order=self.second_order, update=lambda grads: (state, delta), settings=settings,
+      )  # fmt: skip
       return self._result(problem, schedules.score(problem), many)
 
     return jax.jit(run)
@@ -224,15 +202,12 @@ class GhostEngine:
 
     dot = {label: v * jnp.expand_dims(per_share, range(v.ndim - 1)) for label, v in per_param.items()}
     return GhostResult(
-      dot=by_set(additive * per_share[None]),
-      additive=by_set(additive),
+      dot=by_set(additive * per_share[None]), additive=by_set(additive),
       per_param={label: by_set(v, v.ndim - 2) for label, v in dot.items()},
-      per_position=by_set(scored.additive) if self.per_position and with_positions else None,
-      grads=out.grads,
-      loss=out.loss,
-      val_loss=by_set(scored.val_loss),
+      per_position=by_set(scored.additive) if self.per_position and with_positions else None, grads=out.grads,
+      loss=out.loss, val_loss=by_set(scored.val_loss),
       captured={label: by_set(v, -1) for label, v in scored.captured.items()},
-    )
+    )  # fmt: skip
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:

@@ -37,18 +37,10 @@ Change = Callable[[TreePath, np.ndarray], np.ndarray]
 
 
 def convert(
-  source: str | os.PathLike,
-  target_path: str | os.PathLike,
-  *,
-  to: str = "",
-  direction: str = "auto",
-  read: ReadOptions | None = None,
-  dry_run: bool = False,
-  verify: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
-  say: Callable[[str], None] = print,
-  **wishes: Any,
-) -> Plan:
+  source: str | os.PathLike, target_path: str | os.PathLike, *, to: str = "", direction: str = "auto",
+  read: ReadOptions | None = None, dry_run: bool = False, verify: bool = True, ram_bytes: int = DEFAULT_RAM_BYTES,
+  say: Callable[[str], None] = print, **wishes: Any,
+) -> Plan:  # fmt: skip
   """Converts the checkpoint or Hugging Face folder `source` into the new folder `target_path`; returns what went where.
 
   to: the target layout; '' = the other family, as `direction` says. read: how to read the source. verify: whether to

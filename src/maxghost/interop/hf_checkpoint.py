@@ -29,13 +29,9 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def import_model(
-  source: str | Path,
-  target: str | Path,
-  *,
-  scan_layers: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
+  source: str | Path, target: str | Path, *, scan_layers: bool = True, ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
-) -> config.Config:
+) -> config.Config:  # fmt: skip
   """Writes the Hugging Face folder or GGUF file `source` as the new folder `target`; returns its configuration.
 
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.

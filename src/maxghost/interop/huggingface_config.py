@@ -184,12 +184,9 @@ def weight_dtype(dtypes: set[str], origin: str) -> str:
 
 
 def config_json(
-  model: ModelConfig,
-  dtype: str,
-  max_positions: int,
-  special_ids: Mapping[str, int],
+  model: ModelConfig, dtype: str, max_positions: int, special_ids: Mapping[str, int],
   others: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
   """A config.json that transformers reads as this model, with parameters of `dtype`.
 
   max_positions: `max_position_embeddings`, where `others` lacks it. special_ids: bos_token_id and the like. others:

@@ -78,13 +78,10 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
   known, shape = FAMILIES[family], FAMILIES[family].slices[count]
   try:
     described = topologies.get_topology_desc(
-      platform="tpu",
-      topology_name=f"{known.name}:{'x'.join(map(str, shape))}",
-      chip_config_name=known.config,
-      chips_per_host_bounds=(1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1),
-      num_slices=num_slices,
+      platform="tpu", topology_name=f"{known.name}:{'x'.join(map(str, shape))}", chip_config_name=known.config,
+      chips_per_host_bounds=(1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1), num_slices=num_slices,
       wrap=(*(size == 16 for size in shape), False) if len(shape) == 2 else tuple(size % 4 == 0 for size in shape),
-    )
+    )  # fmt: skip
   except Exception as error:  # whatever libtpu says
     first = str(error).partition("\n")[0][:200] or type(error).__name__
     raise ConfigError(f"compile_topology={topology}: libtpu refuses it ({first}); try another topology") from error

@@ -234,11 +234,8 @@ def accumulated(
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
   facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
-    loss=loss.sum() * inverse,
-    losses=rows_of(losses),
-    weights=rows_of(weights),
+    loss=loss.sum() * inverse, losses=rows_of(losses), weights=rows_of(weights),
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
-    facts=facts,
-    metrics=metrics | largest,
-  )
+    facts=facts, metrics=metrics | largest,
+  )  # fmt: skip
