@@ -61,11 +61,11 @@ def convert(
     lines += ["dry run: nothing was written"]
   for line in lines:
     say(line)
-  if dry_run:
-    return plan
   rngs = not (target.bare or target.drop_rngs)
-  write_checkpoint(checkpoint, plan, out, verify=verify, ram_bytes=ram_bytes, params_only=target.bare, rngs=rngs)
-  say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
+  if not dry_run:
+    with written(checkpoint, plan, out, verify=verify, ram_bytes=ram_bytes, params_only=target.bare, rngs=rngs):
+      pass
+    say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
   return plan
 
 
@@ -94,34 +94,30 @@ def check_target(raw: RawTree, out: Path) -> None:
       raise LayoutError(f"{text}; name a new folder")
 
 
-def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
-  """Raises LayoutError where the disk cannot hold the target, estimated from the stored size of the source."""
+@contextlib.contextmanager
+def written(
+  checkpoint: Checkpoint, plan: Plan, out: Path, *, has_level: bool | None = None, verify: bool = True,
+  ram_bytes: int = DEFAULT_RAM_BYTES, change: Change | None = None, **options: Any,
+) -> Iterator[Path]:  # fmt: skip
+  """Writes the new folder `out` and yields it, under its temporary name, for what goes beside the tree.
+
+  has_level: whether the tree gets a folder `items`; None: as the source. change(path, block): elementwise. options: of
+  `check_written`. Raises LayoutError where the disk cannot hold it, estimated from the stored size of the source.
+  """
+  raw = checkpoint.raw
   everything = sum(array.nbytes for array in raw.arrays().values())
   stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
   existing = next(p for p in (out, *out.parents) if p.exists())
   if (free := shutil.disk_usage(existing).free) < needed:
     raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")
-
-
-def write_checkpoint(
-  checkpoint: Checkpoint,
-  plan: Plan,
-  out: Path,
-  *,
-  verify: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
-  change: Change | None = None,
-  **options: Any,
-) -> None:
-  """Writes `out`, with an item level as the source. change(path, block): elementwise. options: of `check_written`."""
-  check_space(checkpoint.raw, plan, out)
-  has_level = checkpoint.raw.location.item != full_path(checkpoint.raw.origin)
+  has_level = raw.location.item != full_path(raw.origin) if has_level is None else has_level
   with new_folder(out) as temporary:
     place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
-    write_plan(checkpoint.raw, plan, place, ram_bytes, change)
+    write_plan(raw, plan, place, ram_bytes, change)
     if verify:
       check_written(checkpoint, layouts_store.open_at(place, str(out)), ram_bytes=ram_bytes, **options)
+    yield temporary
 
 
 @contextlib.contextmanager
@@ -232,13 +228,10 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
 
 
 def check_written(
-  checkpoint: Checkpoint,
-  written: RawTree,
-  is_expected: Callable[[compare.Row], bool] = lambda row: False,
-  **options: Any,
+  checkpoint: Checkpoint, found: RawTree, is_expected: Callable[[compare.Row], bool] = lambda row: False, **options: Any
 ) -> None:
   """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
-  target = read_checkpoint(written, ReadOptions(keep_unknown=True))
+  target = read_checkpoint(found, ReadOptions(keep_unknown=True))
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   planned = () if target.odd_moments() else (compare.STRUCTURE,)
   rows = compare.compare(checkpoint, target, **options).rows
