@@ -84,14 +84,12 @@ def _target_layout(is_linen: bool, to: str, direction: str) -> str:
 
 def check_target(raw: RawTree, out: Path) -> None:
   source, step, target = raw.location.item.resolve(), raw.location.step.resolve(), out.resolve()
-  for is_wrong, text in (
-    (target in (source, step), f"target equals source: {out}"),
-    (source.is_relative_to(target), f"target {out} holds the source"),
-    (target.is_relative_to(step), f"target {out} lies inside the source"),
-    (out.exists() or out.is_symlink(), f"target {out} exists"),
-  ):
-    if is_wrong:
-      raise LayoutError(f"{text}; name a new folder")
+  found = {
+    "equals source": target in (source, step), "holds the source": source.is_relative_to(target),
+    "lies inside the source": target.is_relative_to(step), "exists": out.exists() or out.is_symlink(),
+  }  # fmt: skip
+  if wrong := [text for text, is_so in found.items() if is_so]:
+    raise LayoutError(f"target {out} {wrong[0]}; name a new folder")
 
 
 @contextlib.contextmanager
@@ -141,9 +139,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     raise
 
 
-def write_plan(
-  raw: RawTree, plan: Plan, place: Location, ram_bytes: int = DEFAULT_RAM_BYTES, change: Change | None = None
-) -> None:
+def write_plan(raw: RawTree, plan: Plan, place: Location, ram_bytes: int, change: Change | None = None) -> None:
   """Writes the arrays into a folder of `new_folder` as Orbax does; holds one block, and _COMMIT_BYTES of others."""
   place.item.mkdir(exist_ok=True)
   entries = [(leaf.path, "np.ndarray", {"write_shape": list(leaf.shape)}) for leaf in plan.leaves]
@@ -157,9 +153,9 @@ def write_plan(
     tree[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": value}
   try:
     arrays = _write_arrays(place.item, plan.leaves, ram_bytes, change)
-  except ValueError as error:  # TensorStore's one error type, and that of LayoutError
-    if isinstance(error, LayoutError):
-      raise
+  except LayoutError:
+    raise
+  except ValueError as error:  # TensorStore's one error type
     cause = " ".join(str(error).split())[:300]
     raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
   now, like, write_json = time.time_ns(), raw.step_metadata, layouts_store.write_json
@@ -257,10 +253,8 @@ def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[
 @guarded("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   # Its values have the names of the parameters of `convert` and the fields of `Target`.
-  parser = Parser(
-    prog="maxghost checkpoint convert",
-    description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
-  )
+  about = "Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md)."
+  parser = Parser(prog="maxghost checkpoint convert", description=about)
 
   def add(name: str, about: str, **more: Any) -> None:
     names = {f"--{name}", f"--{name.replace('_', '-')}"}
@@ -294,8 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
   options = vars(parser.parse(argv))
-  for name in ("source_wrapped", "wrapped"):
-    options[name] = {"yes": True, "no": False}.get(options[name])
+  options |= {name: {"yes": True, "no": False}.get(options[name]) for name in ("source_wrapped", "wrapped")}
   source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
   ram_bytes = int(options.pop("ram_mb") * 1e6)
   convert(source.pop("path"), read=ReadOptions(**source), ram_bytes=ram_bytes, **options)
