@@ -124,6 +124,11 @@ class ParamTree:
       self.leaves[leaf] = Ref(node, axis if index is None else min(axis, len(node.shape) - 1), index)
 
 
+def whole(nodes: Mapping[Path, object]) -> ParamTree:
+  """The arrays among these, as leaves that are in no layer."""
+  return ParamTree({(path, None): Ref(node) for path, node in nodes.items() if isinstance(node, StoredArray)})
+
+
 def container_of(path: Path, containers: Iterable[Path]) -> Path | None:
   """The container that `path` (without layer index) lies in."""
   return next((c for c in containers if path[: len(c)] == c and len(path) > len(c)), None)
