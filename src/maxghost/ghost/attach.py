@@ -92,10 +92,8 @@ def attach(
       if isinstance(value, nnx.Param):
         where = slash_path((*path, name))
         if labels.setdefault(id(value), where) != where:
-          raise ValueError(
-            f"Param {where} is also {labels[id(value)]}: a shared Param needs one owner whose methods make both uses "
-            "(as nnx.Embed's __call__ and attend)"
-          )
+          said = f"Param {where} is also {labels[id(value)]}: a shared Param needs one owner whose methods make both"
+          raise ValueError(f"{said} uses (as nnx.Embed's __call__ and attend)")
         names += [] if where in excluded else [name]
     if found is None:
       uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
@@ -202,17 +200,13 @@ def prepare_twin(
   try:  # twice the rows, which a mesh divides if it divides the rows
     used_doubled = _calls(twin, model, loss_fn, batch, 2 * rows)
   except Exception as error:
-    raise ValueError(
-      f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading batch "
-      f"axis: let model and loss take any number of rows ({error})"
-    ) from error
+    said = f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading"
+    raise ValueError(f"{said} batch axis: let model and loss take any number of rows ({error})") from error
   shapes, doubled = ({(use.path, use.method): use.shape for use in uses} for uses in (used, used_doubled))
   for (path, method), shape in shapes.items():
     if not shape or doubled[path, method][:1] != (2 * shape[0],):
-      raise ValueError(
-        f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its "
-        f"input to the batch, or name its parameters in ghost_exclude"
-      )
+      what = f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its"
+      raise ValueError(f"{what} input to the batch, or name its parameters in ghost_exclude")
   if not spec.in_backward and schedule == "two_pass":
     return twin
   by_layer: dict[int, list[probed.Use]] = {}

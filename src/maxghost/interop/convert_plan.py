@@ -183,10 +183,8 @@ def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Pl
     indices.setdefault(stack.path, set()).update(layers)
   for path, layers in indices.items():
     if layers != set(range(len(layers))):
-      raise LayoutError(
-        f"layer indices under {slash_path(path[:-1] or path)} are not contiguous: "
-        f"{', '.join(map(str, sorted(layers)))}; use --layers unscanned"
-      )
+      said = f"layer indices under {slash_path(path[:-1] or path)} are not contiguous"
+      raise LayoutError(f"{said}: {', '.join(map(str, sorted(layers)))}; use --layers unscanned")
   for place, (stack, layers) in stacks.items():
     _check_alike(stack, place, layers, len(indices[stack.path]))
     parts = tuple(layers[i] for i in sorted(layers))
@@ -203,10 +201,8 @@ def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], n
   first = min(layers)
   where, leaf = slash_path(stack.path), slash_path(place[len(stack.layer_path(0)) :])
   if missing := [i for i in range(first % stack.period, num_layers, stack.period) if i not in layers]:
-    raise LayoutError(
-      f"leaf {leaf} exists in layers {', '.join(map(str, sorted(layers)))} but not in "
-      f"{', '.join(map(str, missing))} (of {where}); use --layers unscanned"
-    )
+    said = f"leaf {leaf} exists in layers {', '.join(map(str, sorted(layers)))} but not in"
+    raise LayoutError(f"{said} {', '.join(map(str, missing))} (of {where}); use --layers unscanned")
   kinds = {
     layer: {"shape": f"({','.join(map(str, ref.shape))})", "dtype": ref.dtype.name, "key type": ref.array.key_impl}
     for layer, ref in sorted(layers.items())
@@ -214,10 +210,8 @@ def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], n
   for layer, kind in kinds.items():
     for what, this in kind.items():
       if this != kinds[first][what]:
-        raise LayoutError(
-          f"cannot stack {where}_*: leaf {leaf} has {what} {kinds[first][what]} in {stack.path[-1]}_{first} but "
-          f"{this} in {stack.path[-1]}_{layer}; use --layers unscanned"
-        )
+        problem = f"cannot stack {where}_*: leaf {leaf} has {what} {kinds[first][what]} in {stack.path[-1]}_{first} but"
+        raise LayoutError(f"{problem} {this} in {stack.path[-1]}_{layer}; use --layers unscanned")
 
 
 def _plan_opt_state(

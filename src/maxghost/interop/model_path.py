@@ -87,10 +87,8 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
     return {}
   tokenizer = load_tokenizer(kind, path)
   if tokenizer.vocab_size > vocab_size:
-    raise LayoutError(
-      f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
-      f"{vocab_size - 1}: they do not belong together"
-    )
+    said = f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}"
+    raise LayoutError(f"{said}, but the model's vocabulary ends at {vocab_size - 1}: they do not belong together")
   ends = {"add_bos": _begins_with_bos(folder, tokenizer), "add_eos": tokenizer.eos_id is not None}
   return {"tokenizer_type": kind, "tokenizer_path": path, **ends}
 

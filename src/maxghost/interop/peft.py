@@ -213,10 +213,8 @@ def _rank(place: Place, settings: Settings, origin: Path) -> int:
     own[name] = next((x for p, x in patterns.items() if re.match(rf"(.*\.)?({p})$", place.module)), own[name])
   scale, ranks = dataclasses.replace(settings, **own).scale, (settings.rank, settings.rank * len(place.rule.paths))
   if own["rank"] not in ranks or not math.isclose(scale, settings.scale, rel_tol=1e-6):
-    raise LayoutError(
-      f"{origin}: rank_pattern and alpha_pattern give {place.module} rank {own['rank']} and alpha {own['alpha']}; one "
-      f"rank ({settings.rank}) and scale ({settings.scale:g}) for all modules is read"
-    )
+    said = f"{origin}: rank_pattern and alpha_pattern give {place.module} rank {own['rank']} and alpha {own['alpha']}"
+    raise LayoutError(f"{said}; one rank ({settings.rank}) and scale ({settings.scale:g}) for all modules is read")
   return int(own["rank"])
 
 

@@ -86,10 +86,8 @@ def _unpacked(tensors: dict[str, StoredArray]) -> dict[str, StoredArray]:
 def _matrix(name: str, blocks: StoredArray, scales: StoredArray) -> StoredArray:
   fits = blocks.shape == (*scales.shape, _GROUP_BYTES) and len(scales.shape) == 3
   if not fits or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
-    raise LayoutError(
-      f"{blocks.name} is {blocks.dtype}{list(blocks.shape)} and its scales are {scales.dtype}{list(scales.shape)}; "
-      f"MXFP4 is uint8[experts, out, groups, {_GROUP_BYTES}] with uint8[experts, out, groups]"
-    )
+    said = f"{blocks.name} is {blocks.dtype}{list(blocks.shape)} and its scales are {scales.dtype}{list(scales.shape)}"
+    raise LayoutError(f"{said}; MXFP4 is uint8[experts, out, groups, {_GROUP_BYTES}] with uint8[experts, out, groups]")
   experts, outputs, groups = scales.shape
   shape = (experts, groups * 2 * _GROUP_BYTES, outputs)
   return StoredArray(

@@ -81,10 +81,8 @@ class Muon(UpdateRule):
     for label, (variable, matrix) in found.items():
       _check_label(label, matrix, variable.shape)
     if not any(matrix for _, matrix in found.values()):
-      raise ConfigError(
-        f"opt_type=muon makes the updates of matrices orthogonal, but none of the parameters to train is one: "
-        f"{', '.join(found) or 'there are none'}; use opt_type=adamw"
-      )
+      said = "opt_type=muon makes the updates of matrices orthogonal, but none of the parameters to train is one"
+      raise ConfigError(f"{said}: {', '.join(found) or 'there are none'}; use opt_type=adamw")
     return dataclasses.replace(self, matrices=tuple((label, matrix) for label, (_, matrix) in found.items() if matrix))
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:

@@ -43,10 +43,8 @@ class AxisRules:
       for axis in axes if names is None or name in names else ():
         if axis not in self.sizes:
           needed = f", which {label} needs," if label else ""
-          raise ConfigError(
-            f"logical_axis_rules: the row of '{name}'{needed} names mesh axis '{axis}'"
-            f"{did_you_mean(axis, self.sizes)}; mesh axes are {', '.join(self.sizes)}"
-          )
+          said = f"logical_axis_rules: the row of '{name}'{needed} names mesh axis"
+          raise ConfigError(f"{said} '{axis}'{did_you_mean(axis, self.sizes)}; mesh axes are {', '.join(self.sizes)}")
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -86,10 +84,8 @@ class AxisRules:
     known = self.names
     for name in axes:
       if name is not None and name not in known:
-        raise ConfigError(
-          f"axis '{name}' of {label} has no rule{did_you_mean(name, known)}; add [{name}, [MESH AXIS]] to "
-          f"logical_axis_rules, or [{name}, []] to keep it whole"
-        )
+        said = f"axis '{name}' of {label} has no rule{did_you_mean(name, known)}"
+        raise ConfigError(f"{said}; add [{name}, [MESH AXIS]] to logical_axis_rules, or [{name}, []] to keep it whole")
     self.check(axes, label)
     found: dict[int, tuple[str, ...]] = {}
     spent: set[str] = set()

@@ -50,10 +50,8 @@ def start(cfg: ParallelConfig) -> None:
   alone = not given and any(os.environ.get(name) == value for name, value in ALONE.items())
   if not hinted or alone:
     if cfg.jax_distributed == "on":
-      raise ConfigError(
-        "jax_distributed=on: no other processes are known; start with srun, mpirun or on a TPU pod, or give "
-        "jax_distributed=HOST:PORT,K/N to process K of N"
-      )
+      said = "jax_distributed=on: no other processes are known; start with srun, mpirun or on a TPU pod"
+      raise ConfigError(f"{said}, or give jax_distributed=HOST:PORT,K/N to process K of N")
     return
   timeout, heartbeat = cfg.jax_distributed_timeouts
   if given:

@@ -48,10 +48,8 @@ def parse(topology: str) -> tuple[str, int]:
   near = difflib.get_close_matches(topology, names, n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
   if slices:
     near = [f"{family}-{n}" for n in sorted(slices, key=lambda n: (abs(n - number), n))[:4]]
-  raise ConfigError(
-    f"compile_topology={topology} is no topology; nearest are {', '.join(near)}; families are "
-    f"{', '.join(FAMILIES)}, and cpu-N"
-  )
+  said = f"compile_topology={topology} is no topology; nearest are {', '.join(near)}"
+  raise ConfigError(f"{said}; families are {', '.join(FAMILIES)}, and cpu-N")
 
 
 def prepare_environment(topology: str) -> None:
@@ -69,10 +67,8 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
   if family == "cpu":
     return _cpu_devices(count * num_slices)
   if importlib.util.find_spec("libtpu") is None:
-    raise ConfigError(
-      f"compile_topology={topology} needs the TPU compiler: pip install 'maxghost[tpu]'; compile_topology=cpu-8 "
-      "compiles for virtual CPU devices without it"
-    )
+    said = f"compile_topology={topology} needs the TPU compiler: pip install 'maxghost[tpu]'"
+    raise ConfigError(f"{said}; compile_topology=cpu-8 compiles for virtual CPU devices without it")
   from jax.experimental import topologies
 
   known, shape = FAMILIES[family], FAMILIES[family].slices[count]
