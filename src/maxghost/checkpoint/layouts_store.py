@@ -294,7 +294,16 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
   leaves, _ = tree_flatten_with_path(tree, lambda x: x is None or (isinstance(x, (dict, list, tuple)) and not x))
   for keys, leaf in leaves:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
-    nodes[path] = _memory_node(path, leaf)
+    if leaf is None or isinstance(leaf, (dict, list, tuple)):
+      named = leaf is None or hasattr(leaf, "_fields")
+      nodes[path] = Empty("None" if named else type(leaf).__name__.capitalize())
+    elif isinstance(leaf, str):
+      nodes[path] = Text()
+    else:
+      impl, words = (str(key_impl(leaf)), key_words(leaf)) if is_typed_key(leaf) else (None, leaf)
+      dtype = np.dtype(getattr(words, "dtype", None) or np.asarray(words).dtype)
+      read = lambda index, words=words: np.asarray(words if index is None else words[index])  # noqa: E731
+      nodes[path] = StoredArray(path, np.shape(words), dtype, read, impl)
   return RawTree(nodes, origin)
 
 
@@ -325,19 +334,3 @@ def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Se
   problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
   problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]
   return f"checkpoint {origin} does not fit this model: {'; '.join(problems)}" if problems else ""
-
-
-def _memory_node(path: TreePath, leaf: Any) -> Node:
-  if leaf is None:
-    return Empty("None")
-  if isinstance(leaf, (dict, list, tuple)):
-    named = isinstance(leaf, tuple) and hasattr(leaf, "_fields")
-    return Empty("None" if named else type(leaf).__name__.capitalize())
-  if isinstance(leaf, str):
-    return Text()
-  impl = None
-  if is_typed_key(leaf):
-    impl, leaf = str(key_impl(leaf)), key_words(leaf)
-  dtype = np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
-  read = lambda index: np.asarray(leaf if index is None else leaf[index])  # noqa: E731
-  return StoredArray(path, np.shape(leaf), dtype, read, impl)

@@ -69,14 +69,11 @@ def attach(
 ) -> Twin:  # fmt: skip
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
-  Args:
-    num_positions: T, to score every position of every example [n, T]; None scores whole examples [n].
-    exclude: fnmatch patterns of parameter paths that are not scored; each must match a path.
-    num_val: validation rows at the end of each batch (schedule 'concat'), not counted by num_examples.
-    linked: {module path: second use} of tables whose direction needs both uses; see `probed`.
-
-  Raises: ValueError for a Param without a rule, a Param shared under two names, an exclude pattern without a match, or
-    a rank that saves nothing on any parameter.
+  num_positions: T, to score every position of every example [n, T]; None scores whole examples [n]. exclude: fnmatch
+  patterns of parameter paths that are not scored; each must match a path. num_val: validation rows at the end of each
+  batch (schedule 'concat'), not counted by num_examples. linked: {module path: second use} of tables whose direction
+  needs both uses; see `probed`. Raises ValueError for a Param without a rule, a Param shared under two names, an
+  exclude pattern without a match, or a rank that saves nothing on any parameter.
   """
   spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
   graphdef, state = nnx.split(model)
@@ -88,13 +85,12 @@ def attach(
   uncovered, labels = [], {}
   for path, module in modules.items():
     names, found = [], rules.find(module)
-    for name, value in vars(module).items():
-      if isinstance(value, nnx.Param):
-        where = slash_path((*path, name))
-        if labels.setdefault(id(value), where) != where:
-          said = f"Param {where} is also {labels[id(value)]}: a shared Param needs one owner whose methods make both"
-          raise ValueError(f"{said} uses (as nnx.Embed's __call__ and attend)")
-        names += [] if where in excluded else [name]
+    for name in (name for name, value in vars(module).items() if isinstance(value, nnx.Param)):
+      where, own = slash_path((*path, name)), id(vars(module)[name])
+      if labels.setdefault(own, where) != where:
+        said = f"Param {where} is also {labels[own]}: a shared Param needs one owner whose methods make both"
+        raise ValueError(f"{said} uses (as nnx.Embed's __call__ and attend)")
+      names += [] if where in excluded else [name]
     if found is None:
       uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
     if found is None or not names:
@@ -113,9 +109,8 @@ def attach(
     )
   if spec.rank and spec.must_gain and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
-    useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
-    problem = f"ghost_rank={spec.rank} saves nothing on any parameter of this model"
-    raise ValueError(f"{problem}: use at most {useful}, or 0 for exact scores")
+    useful = f"use at most {max((i * o // (2 * (i + o)) for i, o in matrices), default=0)}, or 0 for exact scores"
+    raise ValueError(f"ghost_rank={spec.rank} saves nothing on any parameter of this model: {useful}")
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
   ordered = tuple(sorted(scored, key=lambda param: param.label))
   return Twin(twin_graphdef, ordered, tuple(sorted(excluded)), spec, num_sets, probes, views)
@@ -178,12 +173,9 @@ def prepare_twin(
   A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract
   trace finds tables that are used twice, and these are linked (`probed`).
 
-  Args:
-    batch: arrays or shapes with the example axis first.
-    num_val: validation rows that schedule 'concat' appends to the batch.
-
-  Raises: ValueError as `attach`; for a layer that does not keep the example axis first, or is called several times
-    where its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
+  batch: arrays or shapes with the example axis first. num_val: validation rows that schedule 'concat' appends to it.
+  Raises ValueError as `attach`; for a layer that does not keep the example axis first, or is called several times where
+  its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
   num_val = num_val if schedule == "concat" else 0
@@ -191,10 +183,9 @@ def prepare_twin(
   attached = functools.partial(attach, model, spec=spec, exclude=exclude, **sizes)
   twin = attached()
   if schedule == "concat" and twin.excluded:
-    raise ValueError(
-      f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
-      f"validation rows out of its training gradient. Use two_pass or reverse_scan, or an empty ghost_exclude"
-    )
+    said = f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
+    said += "validation rows out of its training gradient"
+    raise ValueError(f"{said}. Use two_pass or reverse_scan, or an empty ghost_exclude")
   rows = num_examples + num_val
   used = _calls(twin, model, loss_fn, batch, rows)
   try:  # twice the rows, which a mesh divides if it divides the rows
@@ -213,13 +204,9 @@ def prepare_twin(
   for use in used:
     by_layer.setdefault(id(use.layer), []).append(use)
   # A table may have one lookup and one other use.
-  often = {
-    uses[0].path: len(uses)
-    for uses in by_layer.values()
-    if len(uses) > 1 and sorted(use.is_second for use in uses) != [False, True]
-  }
-  if often:
-    where = ", ".join(f"{path} ({count} calls)" for path, count in often.items())
+  several = [uses for uses in by_layer.values() if len(uses) > 1]
+  often = {uses[0].path: len(uses) for uses in several if sorted(use.is_second for use in uses) != [False, True]}
+  if where := ", ".join(f"{path} ({count} calls)" for path, count in often.items()):
     raise ValueError(
       f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of a "
       f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"

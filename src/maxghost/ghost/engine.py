@@ -105,16 +105,13 @@ class GhostEngine:
   ) -> GhostResult:  # fmt: skip
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
-    Args:
-      model: is not changed.
-      train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches: K sets.
-      loss_fn: loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are 1; by
-        default next-token cross-entropy on MaxText-style batches.
-      state: the optimizer's before this step, such as AdamState, for directions that depend on the optimizer.
-      delta: for direction 'second_order', the step's update of the parameters as a State.
-
-    Raises: ValueError for a batch that is no pytree of arrays, a validation batch that is empty or without weight, a
-      missing loss function or one that returns anything else, and a missing or needless state or delta.
+    model: is not changed. train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val
+    batches: K sets. loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are
+    1; by default next-token cross-entropy on MaxText-style batches. state: the optimizer's before this step, such as
+    AdamState, for directions that depend on the optimizer. delta: for direction 'second_order', the step's update of
+    the parameters as a State. Raises ValueError for a batch that is no pytree of arrays, a validation batch that is
+    empty or without weight, a missing loss function or one that returns anything else, and a missing or needless state
+    or delta.
     """
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
@@ -148,8 +145,7 @@ class GhostEngine:
     if lacking := [name for name in self.spec.rule.reads(Parameter("")) if state and name not in state.arrays]:
       raise ValueError(f"direction '{direction}' needs {' and '.join(lacking)} in state=; use AdamState.from_optax")
     if state is not None and not self.spec.in_backward:
-      fix = "leave state= out, or use direction 'adam'"
-      raise ValueError(f"direction '{direction}' reads no state such as AdamState; {fix}")
+      raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
     if (delta is None) == self.second_order:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
     self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))

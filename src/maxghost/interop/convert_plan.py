@@ -97,9 +97,8 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   aux = []
   if target.bare:
     parts = [f"opt_state/{slash_path(path)}" for path in (*checkpoint.moments, *checkpoint.opt_leaves)]
-    parts += ["step"] if checkpoint.step is not None else []
-    parts += ["random state"] if checkpoint.aux.leaves else []
-    plan.notes += [f"parameters only; left out: {', '.join(parts)}"] if parts else []
+    parts += ["step"] * (checkpoint.step is not None) + ["random state"] * bool(checkpoint.aux.leaves)
+    plan.notes += [f"parameters only; left out: {', '.join(parts)}"] * bool(parts)
   else:
     _plan_opt_state(checkpoint, target, plan, forms, end)
     plan.notes += [f"repaired: {text}" for text in checkpoint.odd_moments().values()]
@@ -173,10 +172,9 @@ def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Pl
     if layer is None and (container := container_of(path, tree.containers)):
       stored, wanted = tree.containers[container], forms[container]
       if (stored.form, stored.scan_axis) != (wanted.form, wanted.scan_axis):
-        raise LayoutError(
-          f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
-          "source's scan axis (or leave it out: --drop_rngs for random state, --params_only for optimizer state)"
-        )
+        way = "or leave it out: --drop_rngs for random state, --params_only for optimizer state"
+        said = f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked"
+        raise LayoutError(f"{said}; use --layers keep and the source's scan axis ({way})")
     yield place, (ref,), None
   indices: dict[Path, set[int]] = {}
   for stack, layers in stacks.values():
@@ -203,15 +201,14 @@ def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], n
   if missing := [i for i in range(first % stack.period, num_layers, stack.period) if i not in layers]:
     said = f"leaf {leaf} exists in layers {', '.join(map(str, sorted(layers)))} but not in"
     raise LayoutError(f"{said} {', '.join(map(str, missing))} (of {where}); use --layers unscanned")
-  kinds = {
-    layer: {"shape": f"({','.join(map(str, ref.shape))})", "dtype": ref.dtype.name, "key type": ref.array.key_impl}
-    for layer, ref in sorted(layers.items())
-  }
-  for layer, kind in kinds.items():
-    for what, this in kind.items():
-      if this != kinds[first][what]:
-        problem = f"cannot stack {where}_*: leaf {leaf} has {what} {kinds[first][what]} in {stack.path[-1]}_{first} but"
-        raise LayoutError(f"{problem} {this} in {stack.path[-1]}_{layer}; use --layers unscanned")
+  for layer, ref in sorted(layers.items()):
+    own, name = layers[first], stack.path[-1]
+    shape, other = (f"({','.join(map(str, x.shape))})" for x in (own, ref))
+    kinds = {"shape": (shape, other), "dtype": (own.dtype.name, ref.dtype.name)}
+    for what, (a, b) in (kinds | {"key type": (own.array.key_impl, ref.array.key_impl)}).items():
+      if a != b:
+        said = f"cannot stack {where}_*: leaf {leaf} has {what} {a} in {name}_{first} but {b} in {name}_{layer}"
+        raise LayoutError(f"{said}; use --layers unscanned")
 
 
 def _plan_opt_state(
