@@ -10,6 +10,7 @@ tell which part of the prediction is curvature (`predicted_curvature`), and what
 K validation sets. Trees are dicts {label: array}.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -127,12 +128,9 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
       return directions.along(param, direction, g)
 
     arrays = (grads[param.label], *parts[param.label])
-    if param.stack_shape and param.parameter.groups:
-      # Layer by layer, because a device needs the whole factors of all its experts.
-      value = jax.lax.map(one, arrays).sum(0)
-    else:
-      value = jax.vmap(one)(arrays).sum(0) if param.stack_shape else one(arrays)
-    total = total + value
+    # With groups layer by layer, because a device needs the whole factors of all its experts.
+    mapped = functools.partial(jax.lax.map, one) if param.parameter.groups else jax.vmap(one)
+    total = total + (mapped(arrays).sum(0) if param.stack_shape else one(arrays))
   return total
 
 

@@ -168,10 +168,9 @@ class PlainLoss(Objective):
     found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
     shapes = [jnp.shape(x) for x in found]
     if len(shapes) > 2 or len(set(shapes)) != 1 or len(shapes[0]) not in (1, 2) or shapes[0][0] != rows:
-      raise ValueError(
-        f"the loss function returns arrays of the shapes {', '.join(map(str, shapes)) or 'none'} for a batch of {rows} "
-        f"rows: return (losses, weights), or losses alone, each of shape ({rows},) or ({rows}, positions)"
-      )
+      said = f"the loss function returns the shapes {', '.join(map(str, shapes)) or 'none'} for a batch of {rows} rows"
+      wanted = f"return (losses, weights), or losses alone, each of shape ({rows},) or ({rows}, positions)"
+      raise ValueError(f"{said}: {wanted}")
     return found if len(found) == 2 else (found[0], jnp.ones_like(found[0]))
 
 

@@ -65,7 +65,15 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
   """The devices of a topology. Raises ConfigError for an unknown name, and if libtpu is missing or refuses it."""
   family, count = parse(topology)
   if family == "cpu":
-    return _cpu_devices(count * num_slices)
+    import jax
+
+    try:
+      jax.config.update("jax_num_cpu_devices", count := count * num_slices)
+    except RuntimeError:  # JAX has started already, with a number of its own
+      if (have := len(jax.devices("cpu"))) < count:
+        said = f"JAX has started with {have} CPU devices; use a process of its own"
+        raise ConfigError(f"compile_topology=cpu-{count}: {said}") from None
+    return jax.devices("cpu")[:count]
   if importlib.util.find_spec("libtpu") is None:
     said = f"compile_topology={topology} needs the TPU compiler: pip install 'maxghost[tpu]'"
     raise ConfigError(f"{said}; compile_topology=cpu-8 compiles for virtual CPU devices without it")
@@ -82,18 +90,6 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
     first = str(error).partition("\n")[0][:200] or type(error).__name__
     raise ConfigError(f"compile_topology={topology}: libtpu refuses it ({first}); try another topology") from error
   return list(described.devices)
-
-
-def _cpu_devices(count: int) -> list:
-  import jax
-
-  try:
-    jax.config.update("jax_num_cpu_devices", count)
-  except RuntimeError:  # JAX has started already, with a number of its own
-    if (have := len(jax.devices("cpu"))) < count:
-      said = f"JAX has started with {have} CPU devices; use a process of its own"
-      raise ConfigError(f"compile_topology=cpu-{count}: {said}") from None
-  return jax.devices("cpu")[:count]
 
 
 def hbm_bytes(topology: str) -> int | None:

@@ -5,6 +5,7 @@ batches may be a tuple with one for each.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -117,10 +118,8 @@ def second_order_gradients(
     return jnp.zeros(()), jax.jvp(gradient, (model.params,), (delta,))[1]
 
   _, along = _for_each_set(curvature, of_each_set(loss_fn, batches), batches)
-  return [
-    constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved))
-    for gradient, curved in zip(gradients, along, strict=True)
-  ]
+  half = functools.partial(jax.tree.map, lambda g, c: g + 0.5 * c)
+  return [constrain_state(half(*pair)) for pair in zip(gradients, along, strict=True)]
 
 
 def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
@@ -150,9 +149,9 @@ def own_parted(twin: Twin, passed: TrainPass) -> tuple[TrainPass, dict]:
     places = {p.label: len(p.stack_shape) for p in twin.scored}
     return {label: jax.lax.slice_in_dim(x, start, stop, axis=places[label]) for label, x in found.items()}
 
-  num = twin.num_sets
-  of_sets = {"scores": cut(passed.scores, 0, num), "facts": cut(passed.facts, 0, num)}
-  return dataclasses.replace(passed, **of_sets), cut(passed.scores, num, num + 1)
+  num, scores = twin.num_sets, passed.scores
+  passed = dataclasses.replace(passed, scores=cut(scores, 0, num), facts=cut(passed.facts, 0, num))
+  return passed, cut(scores, num, num + 1)
 
 
 def total(twin: Twin, scores: dict) -> Any:
@@ -195,8 +194,7 @@ def accumulated(
 
   def micro_of(x):
     """[rows, ...] -> [M, rows per micro-batch, ...], with the rows of a unit together."""
-    x = x.reshape(-1, num_micro, together, *x.shape[1:]).swapaxes(0, 1)
-    return x.reshape(num_micro, -1, *x.shape[3:])
+    return x.reshape(-1, num_micro, together, *x.shape[1:]).swapaxes(0, 1).reshape(num_micro, -1, *x.shape[1:])
 
   def rows_of(x, axis: int = 0):
     """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
@@ -208,10 +206,9 @@ def accumulated(
     return run(batch)
   micro = jax.tree.map(micro_of, batch)
 
-  def parted(metrics: dict) -> tuple[dict, dict]:
-    """(maxima, means)"""
-    largest = {name: value for name, value in metrics.items() if name in maxima}
-    return largest, {name: value for name, value in metrics.items() if name not in maxima}
+  def parted(metrics: dict) -> list[dict]:
+    """[maxima, means]"""
+    return [{name: x for name, x in metrics.items() if (name in maxima) is kind} for kind in (True, False)]
 
   def body(carry, micro_batch):
     total, grads, means, largest = carry
