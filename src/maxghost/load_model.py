@@ -49,8 +49,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
   if cfg.adapter.lora_rank:
     adapter, given = adapter or str(place.tree), cfg.checkpoint.load_parameters_path
     if not given:
-      made = "a model that was made from init_weights_seed"
-      raise ConfigError(f"{place.tree} holds adapters of {made}; there is no base")
+      raise ConfigError(f"{place.tree} holds adapters of a model made from init_weights_seed; there is no base")
     place, cfg = model_path.find(given, "load_parameters_path"), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
@@ -66,11 +65,10 @@ def check_config(cfg: Config) -> ModelPlace:
     return place
   if unlike := differing(place.config.model, cfg.model):
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
+    way = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
     own = f"begin with its own: maxghost train {place.config_file} {key}={path} run_name=NAME"
-    if huggingface.is_huggingface(place.tree):
-      own = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
-    said = f"{key}={path} is another model ({place.config_file}): {listed}"
-    raise ConfigError(f"{said}; set these keys as they are there, or {own}")
+    said = f"{key}={path} is another model ({place.config_file}): {listed}; set these keys as they are there"
+    raise ConfigError(f"{said}, or {way if huggingface.is_huggingface(place.tree) else own}")
   return place
 
 
@@ -82,10 +80,9 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
   place, found = find(path, key="distill_teacher")
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
-    raise ConfigError(
-      f"distill_teacher={path} has another vocabulary ({found.model.vocab_size} entries, tokenizer {its.name}) than "
-      f"the run ({cfg.model.vocab_size}, {own.name}); use a teacher with the same tokenizer and vocab_size"
-    )
+    what = f"({found.model.vocab_size} entries, tokenizer {its.name}) than the run ({cfg.model.vocab_size}, {own.name})"
+    said = f"distill_teacher={path} has another vocabulary {what}"
+    raise ConfigError(f"{said}; use a teacher with the same tokenizer and vocab_size")
   return found.model, lambda wanted: _open_given("distill_teacher", path, place, found, {"model": wanted})
 
 
@@ -109,8 +106,7 @@ def open_parameters(
 ) -> Callable[[], dict]:
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
   raw = huggingface.open_tree(place.tree)
-  if adapter:
-    raw = merge.open_merged(raw, cfg.model, adapter, say)
+  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
