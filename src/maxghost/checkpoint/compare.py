@@ -125,8 +125,7 @@ def _items(checkpoint: Checkpoint, left_out: Collection[str]) -> dict[str, Item]
   items: dict[str, Item] = {}
   for name, tree in checkpoint.trees().items():
     for (path, layer), ref in tree.leaves.items() if name not in left_out else ():
-      place = path if name in ("kept", "loop_state") else (name, *path)
-      items.setdefault(slash_path(place), {})[layer] = ref
+      items.setdefault(slash_path(path if name in ("kept", "loop_state") else (name, *path)), {})[layer] = ref
   return items
 
 

@@ -183,8 +183,7 @@ class CheckpointManager:
     if positions.get("format", 0) > FORMAT_VERSION:
       reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
       raise CheckpointError(f"checkpoint {self.path(step)} has format {positions['format']}, {reads}")
-    stored = _flatten(self._manager.item_metadata(step)["items"].tree)
-    _check_leaves(self.path(step), stored, _flatten(wanted))
+    _check_leaves(self.path(step), _flatten(self._manager.item_metadata(step)["items"].tree), _flatten(wanted))
     tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
     for name, found in _checksums(tree).items():
       if positions["checksums"].get(name) != found:

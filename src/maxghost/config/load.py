@@ -199,8 +199,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
         problems.append(f"{key} ({origin}) is {target}={values.shown(changed)}{wrong[0]}")
         broken.add(target)
       flat[target], origins[target] = changed, origin
-  sound = {key: value for key, value in flat.items() if key not in broken}
-  problems.extend(cross_problems(sound))
+  problems.extend(cross_problems({key: value for key, value in flat.items() if key not in broken}))
   if problems:
     raise values.ConfigError(*renamed.shortened(problems))
   return Loaded(_build(flat), origins, tuple(notes))

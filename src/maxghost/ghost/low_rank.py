@@ -251,6 +251,5 @@ def _kernel(rank: int, gram_ref, floor_ref, pivots_ref, triangle_ref):
     column = jnp.sum(jnp.where(columns == k, triangle, 0), 1)
     return gram - row[:, None] * multiplier[None, :], triangle - column[:, None] * multiplier[None, :]
 
-  identity = (rows == columns).astype(gram.dtype)
-  gram, triangle = jax.lax.fori_loop(0, rank, step, (gram, identity))
+  gram, triangle = jax.lax.fori_loop(0, rank, step, (gram, (rows == columns).astype(gram.dtype)))
   pivots_ref[0], triangle_ref[0] = jnp.sum(jnp.where(rows == columns, gram, 0), 0), triangle

@@ -93,8 +93,7 @@ def open_file(path: Path) -> GgufFile:
   names = _huggingface_names(file, len(reader.tensors))
   for tensor in reader.tensors:
     part, theirs = tensor.name.rpartition(".")[0].rpartition(".")[2], str(names.get(tensor.name, tensor.name))
-    paired = heads.get(part, 0) if file.family.gguf_pairs else 0
-    file.tensors[theirs] = _tensor(path, theirs, tensor, paired)
+    file.tensors[theirs] = _tensor(path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
   return file
 
 

@@ -134,5 +134,4 @@ def _write_file(file: Path, tensors: list[StoredArray]) -> None:
   with write_whole(file, durable=False) as out:
     out.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
-      values = np.ascontiguousarray(tensor.read(None))
-      out.write(values.reshape(-1).view(np.uint8).data)
+      out.write(np.ascontiguousarray(tensor.read(None)).reshape(-1).view(np.uint8).data)

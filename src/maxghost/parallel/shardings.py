@@ -185,8 +185,7 @@ def num_parts(axis: str) -> int:
   """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
   if (layout := current()) is None:
     return 1
-  wanted = next((axes for name, axes in layout.rules.rows if name == axis), ())
-  return layout.rules.parts(wanted)
+  return layout.rules.parts(next((axes for name, axes in layout.rules.rows if name == axis), ()))
 
 
 def constrain(x, axes: Sequence[str | None], label: str = "an activation"):

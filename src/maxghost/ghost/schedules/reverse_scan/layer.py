@@ -233,8 +233,7 @@ def ledger_sums(layers: Layers, scored, params: dict, grads: dict, gradients, st
   rule = layers.problem.account
   if rule is None or state is None:
     return {}
-  labels = {p.label for p in scored}
-  found = ledger.sums(rule, state, layers.twin.parameters, params, grads, gradients, labels)
+  found = ledger.sums(rule, state, layers.twin.parameters, params, grads, gradients, {p.label for p in scored})
   return found if layers.twin.spec.in_backward else found | {"used": ledger.used(scored, grads, parts, {})}
 
 
