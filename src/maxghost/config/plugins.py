@@ -151,6 +151,15 @@ DIRECTIONS = Names(directions)
 LEDGER = Names(ledger_columns)
 
 
+def describe(key: str, cls: type) -> None:
+  """Gives a built-in class its name and what its line says of it, as class variables; no other class has a line."""
+  for name, plugin in KINDS[key].items():
+    if plugin.target == f"{cls.__module__}:{cls.__qualname__}":
+      for field in dataclasses.fields(plugin):
+        setattr(cls, field.name, getattr(plugin, field.name))
+      cls.name = name  # pyright: ignore
+
+
 def register(key: str, name: str, plugin: Any) -> None:
   """Adds a plug-in to those of `key`. Raises ValueError for a name that another class has taken."""
   table: Any = KINDS[key]

@@ -25,8 +25,8 @@ BATCH_ARRAYS = tuple(f"{kind}{part}" for kind in ("inputs", "targets") for part 
 class Objective(abc.ABC):
   """A loss function `objective(model, batch) -> (losses [B, T], weights [B, T])` with its properties.
 
-  Subclasses define the losses; every other method has a default. To add one, subclass and add a line to
-  `config.plugins.OBJECTIVES` (or call `objectives.register`).
+  Subclasses define the losses; every other method has a default. To add one, subclass, set the class variables and call
+  `objectives.register` (a built-in one has those of its line in `config.plugins.OBJECTIVES` instead).
 
   name: its name in the config's `objective` and the score log. schedules: values of ghost_schedule that can score it.
   rows_per_unit: number of adjacent rows that form a unit and stay together; 1 where rows are independent.
@@ -45,6 +45,10 @@ class Objective(abc.ABC):
   reference: ClassVar[str] = ""
   perplexity: ClassVar[bool] = True
   maxima: ClassVar[tuple[str, ...]] = ()
+
+  def __init_subclass__(cls, **options: Any):
+    super().__init_subclass__(**options)
+    plugins.describe("objective", cls)
 
   @classmethod
   def of(cls, cfg: Config) -> Self:

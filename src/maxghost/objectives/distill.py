@@ -29,10 +29,6 @@ class Distillation(LanguageModelLoss):
   folder: of `TeacherLogits`, which then stand for the teacher; top_k is a number, and dtype that of the logits.
   """
 
-  name = "distill"
-  schedules = ("two_pass", "reverse_scan")
-  reference = "teacher"
-  perplexity = False
   alpha: float = 0.5
   temperature: float = 1.0
   kl: str = "forward"

@@ -39,13 +39,7 @@ class PreferenceLoss(LanguageModelLoss):
   A token of a response has its pair's loss and its part of the pair's weight, which is 1 in all.
   """
 
-  name = "dpo"
-  schedules = ("two_pass", "reverse_scan")
-  rows_per_unit = 2
-  records = "pairs"
   parts = ("chosen", "rejected")
-  reference = "start"
-  perplexity = False
   algo: str = "sigmoid"
   beta: float = 0.1
   label_smoothing: float = 0.0
@@ -159,8 +153,6 @@ class PreferenceLoss(LanguageModelLoss):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Margin(PreferenceLoss):
   """log p(rejected) - log p(chosen), summed over tokens: a contribution is a rise of the margin, in nats."""
-
-  name, reference = "margin", ""
 
   @classmethod
   def of(cls, cfg: Config) -> Self:

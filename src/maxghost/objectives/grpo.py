@@ -37,11 +37,6 @@ class PolicyLoss(LanguageModelLoss):
   rows (`training.rollouts` makes them). With grpo_beta it also gets `reference_logps` [B, T].
   """
 
-  name = "grpo"
-  schedules = ("two_pass", "reverse_scan")
-  records = "conversations"
-  reference = "start"
-  perplexity = False
   maxima = (*LanguageModelLoss.maxima, "policy/max_ratio_error")
   epsilon_low: float = 0.2
   epsilon_high: float = 0.2

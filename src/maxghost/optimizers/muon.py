@@ -43,12 +43,8 @@ class Muon(UpdateRule):
   All scores go along the path. matrices: pairs (label, Matrix), from `of_params`. nodes: of the path's quadrature.
   """
 
-  name = "muon"
-  direction = "path"
-  columns = ("momentum", "weight_decay")
   state_keys: ClassVar = {"first_moment": "mu", "second_moment": "nu"}
   num_scalars = 4
-  by_segment = True
 
   beta: float = 0.95
   weight_decay: float = 0.0
