@@ -54,7 +54,7 @@ class GhostEngineManager:
     self._unsaved: int | None = None  # last step logged since save_metrics was called
     self.clear_gradients()
 
-  def attach_train_batch(self, batch, ids=None) -> None:
+  def attach_train_batch(self, batch, ids: Any = None) -> None:
     """Sets the batch of the next step.
 
     ids: one per example, by which the log sums: numbers, texts or (domain, path, offset); None: each one is separate.

@@ -70,12 +70,7 @@ def start(cfg: ParallelConfig) -> None:
     raise ConfigError(f"{said}; start all of them, with the same address and number of processes") from error
 
 
-def index() -> int:
-  return jax.process_index()
-
-
-def count() -> int:
-  return jax.process_count()
+index, count = jax.process_index, jax.process_count
 
 
 def is_first() -> bool:

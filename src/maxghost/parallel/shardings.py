@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -61,9 +62,7 @@ class Layout:
     return self.abstract_platform or self.mesh.devices.flat[0].platform
 
   def sharding(self, spec: PartitionSpec) -> Sharding:
-    if self.num_devices == 1:
-      return SingleDeviceSharding(self.mesh.devices.flat[0])
-    return NamedSharding(self.mesh, spec)
+    return NamedSharding(self.mesh, spec) if self.num_devices > 1 else SingleDeviceSharding(self.mesh.devices.flat[0])
 
   def spec(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> PartitionSpec:
     """The PartitionSpec of a tensor. Raises ConfigError, see `AxisRules.assign`."""
@@ -115,10 +114,8 @@ class Layout:
   def _over_data(self, parts: tuple, shape: Sequence[int]) -> tuple:
     """The same with mesh axis data on the largest dimension that it divides; unchanged if it divides none."""
     size = self.rules.sizes.get("data", 1)
-    if size == 1 or any("data" in axes for axes in parts):
-      return parts
     fits = [i for i, n in enumerate(shape) if n % (self.rules.parts(parts[i]) * size) == 0]
-    if not fits:
+    if size == 1 or not fits or any("data" in axes for axes in parts):
       return parts
     best = max(fits, key=lambda i: shape[i] // self.rules.parts(parts[i]))
     return tuple((*axes, "data") if i == best else axes for i, axes in enumerate(parts))
@@ -160,19 +157,10 @@ def setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
     variable.reset(token)
 
 
-def use(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
-  """Makes this the current layout, which `constrain` uses."""
-  return setting(_current, layout)
-
-
-def current() -> Layout | None:
-  """The layout that a function is traced for; None if none is set."""
-  return _current.get()
-
-
-def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
-  """Chooses kernels for 'cpu', 'gpu' or 'tpu', to compile ahead of time on a machine without the device."""
-  return setting(_target, platform)
+use = functools.partial(setting, _current)  # a layout, or None: the current one, which `constrain` uses
+current: Callable[[], Layout | None] = _current.get  # the layout that a function is traced for
+# Chooses kernels for 'cpu', 'gpu' or 'tpu', to compile ahead of time on a machine without the device.
+tracing_for = functools.partial(setting, _target)
 
 
 def platform() -> str:
