@@ -147,7 +147,9 @@ class _ValueComparer:
         self._result.rows.append(Row(path, kind, text(wrong[0][1]), text(wrong[0][2]), layers))
         good = [pair for pair in good if pair not in wrong]
     row = Row(path, VALUE, max_abs=0.0, max_rel=0.0)
-    scale = max((self._largest(ref) for _, _, ref in good), default=0.0) if self._atol else 0.0
+    refs = [ref for _, _, ref in good if self._atol]
+    sizes = (np.abs(_wide(self._right.part(ref, index))) for ref in refs for index in self._blocks(ref))
+    scale = max((float(np.max(size, initial=0.0, where=np.isfinite(size))) for size in sizes), default=0.0)
     for layer, a, b in good:
       for index in self._blocks(a):
         self._compare_block(row, layer, index, self._left.part(a, index), self._right.part(b, index), scale)
@@ -182,10 +184,6 @@ class _ValueComparer:
       relative = np.nan_to_num(np.where(gap == 0, 0.0, gap / size), nan=math.inf)
     row.max_abs = max(row.max_abs or 0.0, float(gap.max()))
     row.max_rel = max(row.max_rel or 0.0, float(relative.max()))
-
-  def _largest(self, ref: Ref) -> float:
-    sizes = (np.abs(_wide(self._right.part(ref, index))) for index in self._blocks(ref))
-    return max((float(np.max(size, initial=0.0, where=np.isfinite(size))) for size in sizes), default=0.0)
 
 
 def _dtype_text(ref: Ref) -> str:

@@ -61,11 +61,8 @@ def _listing(content: dict[str, Any]) -> Iterator[str]:
   yield f"layout: {content['layout']}{', leaves under value' if content['wrapped'] else ''}; {'; '.join(forms)}"
   step = "" if content["step"] is None else f"; step {content['step']}"
   yield f"{content['parameters']:,} parameters; moments: {', '.join(content['moments']) or 'none'}{step}"
-  for what, key in (
-    ("state of the training loop", "loop_state"),
-    ("keys of no layout", "unknown_keys"),
-    ("other items beside the tree", "other_items"),
-  ):
+  more = {"loop_state": "state of the training loop", "unknown_keys": "keys of no layout"}
+  for key, what in (more | {"other_items": "other items beside the tree"}).items():
     if content[key]:
       yield f"{what}: {', '.join(content[key])}"
 

@@ -92,8 +92,9 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   end: TreePath = ("value",) if wrapped else ()
   forms = _forms(checkpoint.params, checkpoint, target, scan_axis)
   root = ("params", "params") if target.is_linen else () if target.layout == PARAMS else ("model",)
-  for path, parts, axis in _restacked(checkpoint.params, forms):
-    plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
+  plan.leaves += [
+    TargetLeaf((*root, *at, *end), parts, axis) for at, parts, axis in _restacked(checkpoint.params, forms)
+  ]
   aux = []
   if target.bare:
     parts = [f"opt_state/{slash_path(path)}" for path in (*checkpoint.moments, *checkpoint.opt_leaves)]
@@ -231,15 +232,14 @@ def _plan_opt_state(
     # MaxText's NNX runs put the Linen level `params` only below mu and nu of a chain entry.
     has_level = linen and not (as_nnx_runs and (place[-1] not in ("mu", "nu") or len(place) > 2))
     above = (*path_of(place), *(("params",) if has_level else ()))
-    for path, parts, axis in _restacked(tree, {path: forms[path] for path in tree.containers}):
-      plan.leaves.append(TargetLeaf((*above, *path, *end), parts, axis))
+    placed = _restacked(tree, {path: forms[path] for path in tree.containers})
+    plan.leaves += [TargetLeaf((*above, *path, *end), parts, axis) for path, parts, axis in placed]
     if linen and place not in checkpoint.factored:
       # What an optimizer leaves out (optax.masked) is None in the Linen layout and absent in the NNX one.
       absent = tree.empties | (set(checkpoint.params.leaves) - set(tree.leaves))
       masked = dict.fromkeys(_place(leaf, forms)[0] for leaf in sorted(absent, key=str))
       plan.empties += [((*above, *path), Empty()) for path in masked]
-  for path, array in checkpoint.opt_leaves.items():
-    plan.leaves.append(TargetLeaf((*path_of(path), *end), (Ref(array),)))
+  plan.leaves += [TargetLeaf((*path_of(path), *end), (Ref(x),)) for path, x in checkpoint.opt_leaves.items()]
   if linen:
     known = {path: kind for path, kind in checkpoint.opt_empties.items() if not (as_nnx_runs and len(path) > 1)}
     for prefix, names in lists.items():  # nothing fills these entries

@@ -122,7 +122,9 @@ class _Matcher:
         continue
       for _, leaf, ref in layers:
         part = source.leaves[leaf]
-        if part.shape != ref.shape or not (cast or self._holds(ref, part)):
+        floats = part.dtype.name in _FLOATS and ref.dtype.name in _FLOATS
+        widens = self.widen and floats and part.dtype.itemsize < ref.dtype.itemsize
+        if part.shape != ref.shape or not (cast or widens or part.dtype == ref.dtype):
           there, here = (f"{side.dtype}{list(side.shape)}" for side in (part, ref))
           self.unlike.append(f"{prefix}{leaf_text(leaf)} is {there} there and {here} in the model")
       parts = tuple(source.leaves[leaf] for _, leaf, _ in layers)
@@ -130,10 +132,6 @@ class _Matcher:
       first = layers[0][2]
       dtype = array.dtype.name if (cast or self.widen) and not array.key_impl else ""
       self.leaves.append(TargetLeaf(array.path, parts, None if first.index is None else first.axis, dtype))
-
-  def _holds(self, ref: Ref, part: Ref) -> bool:
-    floats = part.dtype.name in _FLOATS and ref.dtype.name in _FLOATS
-    return part.dtype == ref.dtype or (self.widen and floats and part.dtype.itemsize < ref.dtype.itemsize)
 
 
 def _counts(target: Checkpoint, source: Checkpoint) -> ParamTree:

@@ -66,11 +66,7 @@ class Muon(UpdateRule):
   @property
   def others(self) -> UpdateRule:
     """The rule that scores all parameters that are no matrix."""
-    return self.adam.path()
-
-  def of_matrix(self, *fields) -> "PathResponse":
-    """The response of a matrix; fields: those of `PathResponse` after the rule."""
-    return PathResponse(self, *fields)
+    return self.adam.path() if self.direction == "path" else self.adam.marginal()
 
   def of_params(self, params: nnx.State) -> "Muon":
     found = {slash_path(path): (variable, Matrix.of(variable)) for path, variable in nnx.to_flat_state(params)}
@@ -178,7 +174,8 @@ class Muon(UpdateRule):
     depth = gradient.ndim - parameter.groups - parameter.matrix.rows - parameter.matrix.columns
     clip_factor, count = scalars[0].astype(wide), scalars[-1].astype(jnp.int32)
     g = clip_factor * gradient.astype(wide)
-    return self.of_matrix(parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
+    of_matrix = PathResponse if self.direction == "path" else MarginalResponse
+    return of_matrix(self, parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     if isinstance(response, PathResponse):
@@ -283,13 +280,6 @@ class MuonMarginal(Muon):
   """Muon scored by the derivative of its step."""
 
   direction = "marginal"
-
-  @property
-  def others(self) -> UpdateRule:
-    return self.adam.marginal()
-
-  def of_matrix(self, *fields) -> PathResponse:
-    return MarginalResponse(self, *fields)
 
 
 def _check_label(label: str, matrix: Matrix | None, shape: tuple[int, ...]) -> None:
