@@ -18,9 +18,7 @@ from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace
 
 
-def find(
-  path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes
-) -> tuple[ModelPlace, Config]:
+def find(path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes):
   """(where the model is, its configuration, with `changes`); reads no parameters. Raises ConfigError.
 
   config_file: for a checkpoint without a configuration, or one that must agree with it. otherwise: a configuration for
@@ -83,7 +81,7 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
     what = f"({found.model.vocab_size} entries, tokenizer {its.name}) than the run ({cfg.model.vocab_size}, {own.name})"
     said = f"distill_teacher={path} has another vocabulary {what}"
     raise ConfigError(f"{said}; use a teacher with the same tokenizer and vocab_size")
-  return found.model, lambda wanted: _open_given("distill_teacher", path, place, found, {"model": wanted})
+  return found.model, lambda wanted: open_given(place, found, {"model": wanted}, ("distill_teacher", path))
 
 
 def check_steps(place: ModelPlace, cfg: Config) -> None:
@@ -101,9 +99,7 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
     raise ConfigError(f"{said} keeps no validation gradient of its {first} steps; use a divisor of {first}")
 
 
-def open_parameters(
-  place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print, adapter: str = ""
-) -> Callable[[], dict]:
+def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callable = print, adapter="") -> Callable:
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
   raw = huggingface.open_tree(place.tree)
   raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
@@ -119,13 +115,9 @@ def open_parameters(
   return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
 
 
-def open_given(place: ModelPlace, cfg: Config, wanted: Mapping[str, Any]) -> Callable[[], dict]:
-  """`open_parameters` of what a run begins with."""
-  return _open_given(cfg.checkpoint.given_by, cfg.checkpoint.given, place, cfg, wanted)
-
-
-def _open_given(key: str, path: str, place: ModelPlace, cfg: Config, wanted: Mapping[str, Any]) -> Callable[[], dict]:
-  """`open_parameters`, with errors that name the key, also while arrays are read."""
+def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None) -> Callable[[], dict]:
+  """`open_parameters` of what a run begins with, or (key, path); errors name it, also while arrays are read."""
+  key, path = given or (cfg.checkpoint.given_by, cfg.checkpoint.given)
   with naming(key, path):
     return naming(key, path)(open_parameters(place, cfg, wanted))
 
@@ -135,9 +127,7 @@ def plain(cfg: Config) -> Config:
   return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", lora_module_path="")
 
 
-def open_adapted(
-  place: ModelPlace | None, cfg: Config, wanted: Mapping[str, Any], resumed: bool = False
-) -> Callable[[], dict]:
+def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed: bool = False) -> Callable[[], dict]:
   """As `open_parameters`, with adapters: those of lora_restore_path unless `resumed`; narrowed matrices one by one."""
   import jax
   from flax import nnx

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import Opener, open_tree
+from maxghost.checkpoint.layouts_store import AnyPath, Opener, open_tree
 from maxghost.config import ConfigError
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
@@ -216,9 +215,7 @@ def _ranges(numbers: Sequence[int]) -> str:
   return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
-def compare_checkpoints(
-  a: str | os.PathLike, b: str | os.PathLike, opener: Opener = open_tree, **options: Any
-) -> Comparison:
+def compare_checkpoints(a: AnyPath, b: AnyPath, opener: Opener = open_tree, **options: Any) -> Comparison:
   """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read.
 
   opener: opens a folder; `interop.huggingface.open_tree` knows Hugging Face folders too.

@@ -44,10 +44,8 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
 
 
 def _listing(content: dict[str, Any]) -> Iterator[str]:
-  rows = []
-  for leaf in content["leaves"]:
-    shape = "-" if leaf["shape"] is None else f"[{','.join(map(str, leaf['shape']))}]"
-    rows.append((leaf["path"], shape, leaf["dtype"], f"{leaf['bytes']:>12,}"))
+  of = lambda shape: "-" if shape is None else f"[{','.join(map(str, shape))}]"  # noqa: E731
+  rows = [(x["path"], of(x["shape"]), x["dtype"], f"{x['bytes']:>12,}") for x in content["leaves"]]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
   yield f"{len(rows)} leaves, {content['bytes']:,} bytes"

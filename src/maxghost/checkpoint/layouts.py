@@ -110,7 +110,8 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   tops = _tops(nodes)
   # A level `base/` (RL) or `model_params/` (Tunix) that holds everything but a step is taken away.
   prefix = "" if {"params", "model"}.intersection(tops) else next((p for p in _PREFIXES if p in tops), "")
-  nodes = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
+  if prefix:
+    nodes = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
   layout = options.layout or _detect(nodes, raw, prefix)
   sections, extra = _sections(nodes, layout, raw.origin)
   wrapped = _unwrap_sections(sections, layout, options)

@@ -263,14 +263,12 @@ def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis:
     if not array.shape:
       raise LayoutError(f"leaf {where}/{slash_path(rest)} is a scalar, but {where} stacks its layers")
     sizes[rest] = array.shape[min(scan_axis, len(array.shape) - 1)]
-  expected = max(sizes.values(), key=[*sizes.values()].count, default=0)
-  if wrong := {rest: size for rest, size in sizes.items() if size != expected}:
+  usual = max(sizes.values(), key=[*sizes.values()].count, default=0)
+  if wrong := {rest: size for rest, size in sizes.items() if size != usual}:
     rest, more = next(iter(wrong)), f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else ""
-    said = (
-      f"leaf {where}/{slash_path(rest)} has size {wrong[rest]} on scan axis {scan_axis}, expected L={expected}{more}"
-    )
+    said = f"leaf {where}/{slash_path(rest)} has size {wrong[rest]} on scan axis {scan_axis}, expected L={usual}{more}"
     raise LayoutError(f"{said}; give the right axis with --scan_axis")
-  return expected
+  return usual
 
 
 def without_layer(path: Path, containers: Mapping[Path, Container]) -> Path:

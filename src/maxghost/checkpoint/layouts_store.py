@@ -29,6 +29,7 @@ _OPEN_AT_ONCE = 256
 _MOST_UNLIKE = 8
 
 TreePath = tuple[str | int, ...]
+AnyPath = str | os.PathLike
 
 
 class LayoutError(ConfigError):
@@ -41,7 +42,7 @@ class VerificationError(LayoutError):
   exit_code = 1
 
 
-def full_path(path: str | os.PathLike) -> Path:
+def full_path(path: AnyPath) -> Path:
   """An absolute path without `~` and `..`, which TensorStore does not take. Raises LayoutError for a URL."""
   if "://" in str(path):
     raise LayoutError(f"{path}: only local folders are read and written; copy the checkpoint here first")
@@ -128,7 +129,7 @@ class RawTree:
     return {path: node for path, node in self.nodes.items() if isinstance(node, StoredArray)}
 
 
-Opener = Callable[[str | os.PathLike], RawTree]
+Opener = Callable[[AnyPath], RawTree]
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Location:
     return sorted(p.name for p in around if p.is_dir() and p.name != self.item.name)
 
 
-def locate(path: str | os.PathLike) -> Location:
+def locate(path: AnyPath) -> Location:
   """Finds the tree in `<run>/checkpoints/<step>` or `<...>/<step>/items`. Raises LayoutError where it is not clear."""
   folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
@@ -176,7 +177,7 @@ def _no_tree(path: Any, folder: Path) -> str:
   return f"{path} is no Orbax checkpoint: it holds {', '.join(names[:6]) or 'nothing'}"
 
 
-def open_tree(path: str | os.PathLike) -> RawTree:
+def open_tree(path: AnyPath) -> RawTree:
   """Opens a checkpoint folder; reads metadata and array headers only. Raises LayoutError as `locate` does."""
   return open_at(locate(path), str(path))
 
@@ -227,9 +228,7 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
   return arrays
 
 
-def _stored(
-  item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None, checksum: int | None
-) -> StoredArray:
+def _stored(item: Path, path: TreePath, store: ts.TensorStore, impl: str | None, checksum: int | None) -> StoredArray:
   def block(index: tuple[slice, ...] | None) -> np.ndarray:
     return np.asarray(_result(item, path, (store if index is None else store[index]).read()))
 
@@ -249,7 +248,7 @@ def _stored(
   dtype = np.dtype(store.dtype.numpy_dtype)
   chunk = store.chunk_layout.read_chunk.shape or store.shape
   chunk_nbytes = math.prod(min(c, n) if c else n for c, n in zip(chunk, store.shape, strict=True)) * dtype.itemsize
-  return StoredArray(path, tuple(store.shape), dtype, read, key_impl, chunk_nbytes)
+  return StoredArray(path, tuple(store.shape), dtype, read, impl, chunk_nbytes)
 
 
 def _result(item: Path, path: TreePath, future: ts.Future) -> Any:

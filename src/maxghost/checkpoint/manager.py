@@ -69,9 +69,7 @@ class CheckpointManager:
   max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message for the user.
   """
 
-  def __init__(
-    self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable[[str], None] = print
-  ):
+  def __init__(self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable = print):
     self._directory, self._say = full_path(directory), say
     # Orbax logs every phase of a save, and an error once in each of its threads; what matters is said here.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -100,9 +98,7 @@ class CheckpointManager:
   def path(self, step: int) -> Path:
     return self._directory / str(step)
 
-  def save(
-    self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping[str, Any] | None = None
-  ) -> None:
+  def save(self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping | None = None) -> None:
     """Copies the arrays and writes them in the background; `tree` may be donated as soon as this returns.
 
     frozen: arrays that never change, of which only the checksums are written (`check_frozen`).
@@ -170,9 +166,7 @@ class CheckpointManager:
     found, saved = _checksums(frozen), restored.positions.get("frozen", {})
     changed = [name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name)]
     if changed:
-      said = (
-        f"{origin or 'init_weights_seed'} gives other frozen parameters than the run in {self._directory} began with"
-      )
+      said = f"{origin or 'init_weights_seed'} gives other frozen arrays than the run in {self._directory} began with"
       fix = "put them back, or start a new run_name"
       raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 

@@ -20,9 +20,7 @@ RUN_SCHEDULES = (*SCHEDULES, "forward_mode")  # the values of ghost_schedule
 ENGINES = {"graddotprod": "two_pass", "jvp": "forward_mode", "perexample": "per_example"}  # of `GhostEngine`
 
 
-def scoring_problems(
-  schedule: str, names: Mapping[str, str], asked: Mapping[str, tuple[bool, str, str]]
-) -> Iterator[str]:
+def scoring_problems(schedule: str, names: Mapping[str, str], asked: Mapping[str, tuple]) -> Iterator[str]:
   """A line for each of `asked`, {what: (whether, "key=value", instead)}, that the schedule, by `names`, cannot take."""
   for want, (asks, given, instead) in asked.items():
     if asks and want in SCHEDULE_LACKS[schedule]:
@@ -82,16 +80,14 @@ class Objective(Plugin):
   validated_by: str = ""
 
 
-_losses = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), perplexity=False)
-_pairs = functools.partial(_losses, rows_per_unit=2, records="pairs")
+_loss = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), perplexity=False)
+_pairs = functools.partial(_loss, rows_per_unit=2, records="pairs")
 OBJECTIVES: dict[str, Objective] = {
   "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
   "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
-  "distill": _losses("maxghost.objectives.distill:Distillation", reference="teacher"),
-  "grpo": _losses(
-    "maxghost.objectives.grpo:PolicyLoss", records="conversations", reference="start", validated_by="sft"
-  ),
+  "distill": _loss("maxghost.objectives.distill:Distillation", reference="teacher"),
+  "grpo": _loss("maxghost.objectives.grpo:PolicyLoss", records="conversations", reference="start", validated_by="sft"),
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
 }
 OF_VALIDATION = ("margin",)  # objectives of validation sets alone: nothing bounds them from below

@@ -138,9 +138,7 @@ def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
   return left_out
 
 
-def _probe(
-  module, path: tuple, found: rules.Rule, view: Parameter, spec: DirectionSpec, num_sets: int, reduced: tuple[int, ...]
-) -> ScoredParam:
+def _probe(module, path, found: rules.Rule, view: Parameter, spec: DirectionSpec, num_sets, reduced) -> ScoredParam:
   """Adds the probe and the direction of a Param to its module. reduced: axes of a score, [n] or [n, T]."""
   param = getattr(module, path[-1])
   depth, dtype = param.ndim - found.rank(module, path[-1]), jnp.promote_types(param.dtype, jnp.float32)

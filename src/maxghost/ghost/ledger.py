@@ -18,13 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost import directions
-from maxghost.optimizers import Parameter, RuleState, UpdateRule
+from maxghost.optimizers import RuleState, UpdateRule
 from maxghost.parallel import shardings
 
 
-def sums(
-  rule: UpdateRule, state: RuleState, parameters: dict[str, Parameter], params: dict, grads: dict, gradients, scored
-) -> dict:
+def sums(rule: UpdateRule, state: RuleState, parameters: dict, params: dict, grads: dict, gradients, scored) -> dict:
   """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 
   rule, state: of the trainer, before the step. gradients: K dicts, or 2 K: with and without curvature. scored: labels.

@@ -223,14 +223,12 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
   return np.asarray(block, dtype=leaf.dtype, order="C")
 
 
-def check_written(
-  checkpoint: Checkpoint, found: RawTree, is_expected: Callable[[compare.Row], bool] = lambda row: False, **options: Any
-) -> None:
+def check_written(source: Checkpoint, found: RawTree, is_expected: Callable = lambda row: False, **options) -> None:
   """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
   target = read_checkpoint(found, ReadOptions(keep_unknown=True))
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   planned = () if target.odd_moments() else (compare.STRUCTURE,)
-  rows = compare.compare(checkpoint, target, **options).rows
+  rows = compare.compare(source, target, **options).rows
   if wrong := [row for row in rows if not is_expected(row) and row.kind not in planned]:
     what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
     raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")

@@ -212,9 +212,7 @@ def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], n
         raise LayoutError(f"{said}; use --layers unscanned")
 
 
-def _plan_opt_state(
-  checkpoint: Checkpoint, target: Target, plan: Plan, forms: Mapping[Path, Container], end: TreePath
-) -> None:
+def _plan_opt_state(checkpoint: Checkpoint, target: Target, plan: Plan, forms: Mapping, end: TreePath) -> None:
   linen, as_nnx_runs = target.is_linen, target.layout == MAXTEXT_NNX
   root: TreePath = ("opt_state",) if linen else ("optimizer", "opt_state")
   places = [*checkpoint.moments, *checkpoint.opt_leaves, *checkpoint.opt_empties]

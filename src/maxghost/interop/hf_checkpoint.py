@@ -128,9 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   verbs = parser.add_subparsers(dest="verb", required=True)
   into = verbs.add_parser("import", help="a Hugging Face folder into a checkpoint with config.yml and tokenizer")
   into.add_argument("source", metavar="HF_FOLDER", help="folder with config.json, or a .gguf file of a Llama model")
-  into.add_argument(
-    "--scan_layers", action=argparse.BooleanOptionalAction, default=True, help="stack the layers (the default)"
-  )
+  into.add_argument("--scan_layers", action=argparse.BooleanOptionalAction, default=True, help="stack layers (default)")
   out = verbs.add_parser("export", help="a checkpoint into a folder that transformers loads")
   out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
   out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")

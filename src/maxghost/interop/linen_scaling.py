@@ -7,21 +7,19 @@ power of two; otherwise each direction rounds once. docs/checkpoints.md says how
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from maxghost.checkpoint.compare import VALUE
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path
+from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, TreePath, full_path
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert import check_target, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
-AnyPath = str | os.PathLike
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
 # Which power of the gradient a moment holds, by the name optax gives it; a weight holds power 0.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}

@@ -107,9 +107,7 @@ class _Matcher:
   unlike: list[str] = field(default_factory=list)
   used: set[Ref] = field(default_factory=set)
 
-  def match(
-    self, target: ParamTree, source: ParamTree, prefix: str = "", *, optional: bool = False, cast: bool = False
-  ) -> None:
+  def match(self, target: ParamTree, source: ParamTree, prefix="", *, optional=False, cast=False) -> None:
     """optional: whether the source may lack arrays. cast: whether it may have any other dtype."""
     arrays: dict[StoredArray, list] = {}
     for leaf, ref in target.leaves.items():

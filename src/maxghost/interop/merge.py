@@ -46,9 +46,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
 _as_stored: Callable[[np.ndarray], np.ndarray] = lambda w: w  # noqa: E731
 
 
-def merged_array(
-  w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable[[np.ndarray], np.ndarray] = _as_stored
-) -> np.ndarray:
+def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable = _as_stored) -> np.ndarray:
   """held(w) [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]; in float32 or wider, rounded once."""
   wide = np.promote_types(np.promote_types(w.dtype, a.dtype), np.float32)
   product = a.astype(wide) @ b.astype(wide).reshape(*b.shape[: a.ndim - 1], -1)

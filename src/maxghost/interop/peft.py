@@ -226,9 +226,7 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
   return [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"] * bool(lost)
 
 
-def stack(
-  found: Mapping[Leaf, Mapping[int | None, np.ndarray]], model: ModelConfig, origin: Path
-) -> dict[str, np.ndarray]:
+def stack(found: Mapping[Leaf, Mapping[Any, np.ndarray]], model: ModelConfig, origin: Path) -> dict[str, np.ndarray]:
   """{label: array} of arrays by leaf and expert. Raises LayoutError where some layers or experts have no adapter."""
   held: dict[str, list[np.ndarray]] = {}
   cycle, depth = model.inhomogeneous_layer_cycle_interval, model.base_num_decoder_layers

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
+from maxghost.ghost.schedules.base import Losses, Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
@@ -37,7 +37,7 @@ def like(state: nnx.State, labelled: dict) -> nnx.State:
   return nnx.from_flat_state([(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(state)])
 
 
-def validation_gradients(model: Model, loss_fn: Callable | tuple[Callable, ...], batches: tuple):
+def validation_gradients(model: Model, loss_fn: Losses, batches: tuple):
   """(losses [K], one gradient State per validation set): gradients of the mean loss of each validation batch."""
 
   def function(loss_fn, batch):
@@ -104,9 +104,7 @@ def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
   return [{label: curved(g, earlier[label]) for label, g in of_set.items()} for of_set, earlier in pairs]
 
 
-def second_order_gradients(
-  model: Model, loss_fn: Callable | tuple[Callable, ...], batches: tuple, gradients: list, delta
-) -> list:
+def second_order_gradients(model: Model, loss_fn: Losses, batches: tuple, gradients: list, delta) -> list:
   """G + 1/2 H_val delta for each validation set, by one Hessian-vector product (forward over reverse).
 
   gradients: the G's. delta: State of the step's parameter update. In place of G, these make a step's contributions the
@@ -159,9 +157,7 @@ def total(twin: Twin, scores: dict) -> Any:
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
 
 
-def train_pass(
-  model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: nnx.State | None = None
-) -> TrainPass:
+def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None) -> TrainPass:
   """The training gradient of the batch. With a twin, the backward pass scores every example against `directions`."""
   params, rest = model.params, model.rest
 
@@ -177,9 +173,7 @@ def train_pass(
   return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
 
 
-def accumulated(
-  model: Model, loss_fn: Callable, batch, num_micro: int, twin: Twin | None = None, directions: nnx.State | None = None
-) -> TrainPass:
+def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = None, directions: Any = None) -> TrainPass:
   """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds units m, m + M, m + 2 M, ...
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
