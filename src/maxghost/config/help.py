@@ -51,11 +51,9 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
   width, text = max(len(name) for name in fields()), Text(usage)
   for name, cls in SECTIONS.items():
     text += Text.assemble("\n\n" if text else "", (name, "bold"), f": {cls.__doc__}")
-    for item in dataclasses.fields(cls):
-      parts = filter(None, (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}"))
-      text += Text.assemble(
-        "\n  ", (f"{item.name:<{width}}", "cyan"), f"  {about(item)} ", (f"[{'; '.join(parts)}]", "dim")
-      )
+    for f in dataclasses.fields(cls):
+      parts = filter(None, (values.type_name(f.type), limits(f), f"default {values.shown(f.default)}"))
+      text += Text.assemble("\n  ", (f"{f.name:<{width}}", "cyan"), f"  {about(f)} ", (f"[{'; '.join(parts)}]", "dim"))
   Console(file=file).print(text, soft_wrap=True)
 
 

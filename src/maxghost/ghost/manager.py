@@ -54,16 +54,17 @@ class GhostEngineManager:
     self._unsaved: int | None = None  # last step logged since save_metrics was called
     self.clear_gradients()
 
-  def attach_train_batch(self, batch, ids: Any = None) -> None:
+  def attach_train_batch(self, batch, ids=None) -> None:
     """Sets the batch of the next step.
 
     ids: one per example, by which the log sums: numbers, texts or (domain, path, offset); None: each one is separate.
     """
     _need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
-    count, one = jax.tree.leaves(batch)[0].shape[0], np.isscalar(ids) or getattr(ids, "ndim", 1) == 0
-    if one or (ids is not None and len(ids) != count):
-      said = f"ids={ids!r} is one value" if one else f"{len(ids)} ids"
-      raise ValueError(f"{said} for {count} examples: give one id per example")
+    count = jax.tree.leaves(batch)[0].shape[0]
+    if np.isscalar(ids) or getattr(ids, "ndim", 1) == 0:
+      raise ValueError(f"ids={ids!r} is one value for {count} examples: give one id per example")
+    if ids is not None and len(ids) != count:
+      raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
     self._batch, self._ids = batch, ids
 
   def prepare_forward_input(self):

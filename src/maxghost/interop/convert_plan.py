@@ -92,9 +92,7 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   end: TreePath = ("value",) if wrapped else ()
   forms = _forms(checkpoint.params, checkpoint, target, scan_axis)
   root = ("params", "params") if target.is_linen else () if target.layout == PARAMS else ("model",)
-  plan.leaves += [
-    TargetLeaf((*root, *at, *end), parts, axis) for at, parts, axis in _restacked(checkpoint.params, forms)
-  ]
+  plan.leaves += [TargetLeaf((*root, *at, *end), refs, axis) for at, refs, axis in _restacked(checkpoint.params, forms)]
   aux = []
   if target.bare:
     parts = [f"opt_state/{slash_path(path)}" for path in (*checkpoint.moments, *checkpoint.opt_leaves)]

@@ -121,10 +121,8 @@ def special_ids(cfg: config.Config) -> dict[str, int]:
 
 @guarded("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(
-    prog="maxghost checkpoint hf",
-    description="Hugging Face models to maxghost checkpoints and back (docs/huggingface.md).",
-  )
+  about = "Hugging Face models to maxghost checkpoints and back (docs/huggingface.md)."
+  parser = Parser(prog="maxghost checkpoint hf", description=about)
   verbs = parser.add_subparsers(dest="verb", required=True)
   into = verbs.add_parser("import", help="a Hugging Face folder into a checkpoint with config.yml and tokenizer")
   into.add_argument("source", metavar="HF_FOLDER", help="folder with config.json, or a .gguf file of a Llama model")

@@ -107,9 +107,7 @@ class Place:
     a, b = parts[0][0], [b for _, b in parts]
     if blocks:
       a, lead, ones = np.concatenate([a for a, _ in parts], axis=-1), a.ndim - 2, np.eye(len(b), dtype=bool)
-      b = [
-        np.concatenate([x if own else np.zeros_like(x) for own in row], lead) for row, x in zip(ones, b, strict=True)
-      ]
+      b = [np.concatenate([x if i else np.zeros_like(x) for i in row], lead) for row, x in zip(ones, b, strict=True)]
     b = self._columns(a.shape[-1]).to_tensor(b)
     if self.num_stacked:
       a, b = a.transpose(1, 0, 2).reshape(a.shape[1], -1), b.transpose(1, 0, 2).reshape(-1, b.shape[-1])

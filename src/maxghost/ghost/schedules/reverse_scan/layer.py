@@ -221,10 +221,8 @@ def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.Stat
   def cut(label: str, x, fetched):
     return streaming.fetch(x, place[label]) if label in place and not streaming.on_host(x) else fetched
 
-  arrays = {
-    name: {label: cut(label, x, state.arrays[name][label]) for label, x in stacked.items()}
-    for name, stacked in layers.state.arrays.items()
-  }
+  pairs = {name: (stacked, state.arrays[name]) for name, stacked in layers.state.arrays.items()}
+  arrays = {name: {at: cut(at, x, own[at]) for at, x in stacked.items()} for name, (stacked, own) in pairs.items()}
   return dataclasses.replace(state, arrays=arrays)
 
 
