@@ -66,7 +66,7 @@ class Muon(UpdateRule):
   @property
   def others(self) -> UpdateRule:
     """The rule that scores all parameters that are no matrix."""
-    return self.adam.path() if self.direction == "path" else self.adam.marginal()
+    return self.adam.marginal() if self.direction == "marginal" else self.adam.path()
 
   def of_params(self, params: nnx.State) -> "Muon":
     found = {slash_path(path): (variable, Matrix.of(variable)) for path, variable in nnx.to_flat_state(params)}
@@ -174,7 +174,7 @@ class Muon(UpdateRule):
     depth = gradient.ndim - parameter.groups - parameter.matrix.rows - parameter.matrix.columns
     clip_factor, count = scalars[0].astype(wide), scalars[-1].astype(jnp.int32)
     g = clip_factor * gradient.astype(wide)
-    of_matrix = PathResponse if self.direction == "path" else MarginalResponse
+    of_matrix = MarginalResponse if self.direction == "marginal" else PathResponse
     return of_matrix(self, parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
