@@ -43,9 +43,8 @@ def _run(cfg: Config) -> int:
   if distributed.count() > 1:
     raise ConfigError(f"distill-logits runs in one process, not in {distributed.count()}; its folder serves any number")
   rows, top_k = devices.rows_per_step(online, layout.num_devices), keys.distill_top_k or online.model.vocab_size
-  dataset = data.make_dataset(
-    corpus[0], online.data, online.run.data_shuffle_seed, batch_size=rows, tokenizer=corpus[1], records=online.records
-  )
+  kind = {"batch_size": rows, "tokenizer": corpus[1], "records": online.records}
+  dataset = data.make_dataset(corpus[0], online.data, online.run.data_shuffle_seed, **kind)
   at_once, position = online.data.per_device_batch_size * layout.num_devices, dataset.train.state()
   about = {"steps": online.run.steps, "rows": rows, "entries": top_k, "settings": settings(online)}
   about["data"] = {name: position[name] for name in ("fingerprint", "files")}

@@ -18,9 +18,7 @@ from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace
 
 
-def find(
-  path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes
-) -> tuple[ModelPlace, Config]:
+def find(path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes):
   """(where the model is, its configuration, with `changes`); reads no parameters. Raises ConfigError.
 
   config_file: for a checkpoint without a configuration, or one that must agree with it. otherwise: a configuration for
@@ -49,8 +47,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
   if cfg.adapter.lora_rank:
     adapter, given = adapter or str(place.tree), cfg.checkpoint.load_parameters_path
     if not given:
-      made = "a model that was made from init_weights_seed"
-      raise ConfigError(f"{place.tree} holds adapters of {made}; there is no base")
+      raise ConfigError(f"{place.tree} holds adapters of a model made from init_weights_seed; there is no base")
     place, cfg = model_path.find(given, "load_parameters_path"), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(abstract))
@@ -66,11 +63,10 @@ def check_config(cfg: Config) -> ModelPlace:
     return place
   if unlike := differing(place.config.model, cfg.model):
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
+    way = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
     own = f"begin with its own: maxghost train {place.config_file} {key}={path} run_name=NAME"
-    if huggingface.is_huggingface(place.tree):
-      own = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
-    said = f"{key}={path} is another model ({place.config_file}): {listed}"
-    raise ConfigError(f"{said}; set these keys as they are there, or {own}")
+    said = f"{key}={path} is another model ({place.config_file}): {listed}; set these keys as they are there"
+    raise ConfigError(f"{said}, or {way if huggingface.is_huggingface(place.tree) else own}")
   return place
 
 
@@ -82,11 +78,10 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
   place, found = find(path, key="distill_teacher")
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
-    raise ConfigError(
-      f"distill_teacher={path} has another vocabulary ({found.model.vocab_size} entries, tokenizer {its.name}) than "
-      f"the run ({cfg.model.vocab_size}, {own.name}); use a teacher with the same tokenizer and vocab_size"
-    )
-  return found.model, lambda wanted: _open_given("distill_teacher", path, place, found, {"model": wanted})
+    what = f"({found.model.vocab_size} entries, tokenizer {its.name}) than the run ({cfg.model.vocab_size}, {own.name})"
+    said = f"distill_teacher={path} has another vocabulary {what}"
+    raise ConfigError(f"{said}; use a teacher with the same tokenizer and vocab_size")
+  return found.model, lambda wanted: open_given(place, found, {"model": wanted}, ("distill_teacher", path))
 
 
 def check_steps(place: ModelPlace, cfg: Config) -> None:
@@ -104,13 +99,10 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
     raise ConfigError(f"{said} keeps no validation gradient of its {first} steps; use a divisor of {first}")
 
 
-def open_parameters(
-  place: ModelPlace, cfg: Config, wanted: Mapping[str, Any], say: Callable[[str], None] = print, adapter: str = ""
-) -> Callable[[], dict]:
+def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callable = print, adapter="") -> Callable:
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
   raw = huggingface.open_tree(place.tree)
-  if adapter:
-    raw = merge.open_merged(raw, cfg.model, adapter, say)
+  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
@@ -123,13 +115,9 @@ def open_parameters(
   return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
 
 
-def open_given(place: ModelPlace, cfg: Config, wanted: Mapping[str, Any]) -> Callable[[], dict]:
-  """`open_parameters` of what a run begins with."""
-  return _open_given(cfg.checkpoint.given_by, cfg.checkpoint.given, place, cfg, wanted)
-
-
-def _open_given(key: str, path: str, place: ModelPlace, cfg: Config, wanted: Mapping[str, Any]) -> Callable[[], dict]:
-  """`open_parameters`, with errors that name the key, also while arrays are read."""
+def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None) -> Callable[[], dict]:
+  """`open_parameters` of what a run begins with, or (key, path); errors name it, also while arrays are read."""
+  key, path = given or (cfg.checkpoint.given_by, cfg.checkpoint.given)
   with naming(key, path):
     return naming(key, path)(open_parameters(place, cfg, wanted))
 
@@ -139,9 +127,7 @@ def plain(cfg: Config) -> Config:
   return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", lora_module_path="")
 
 
-def open_adapted(
-  place: ModelPlace | None, cfg: Config, wanted: Mapping[str, Any], resumed: bool = False
-) -> Callable[[], dict]:
+def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed: bool = False) -> Callable[[], dict]:
   """As `open_parameters`, with adapters: those of lora_restore_path unless `resumed`; narrowed matrices one by one."""
   import jax
   from flax import nnx

@@ -82,7 +82,7 @@ def test_a_base_that_changed_is_one_line(runs, what, capsys):
     kept.rename(base)
   found = capsys.readouterr().err
   if what == "changed":
-    assert code == 1 and re.search("gives other frozen parameters than those that the run in .* began with", found)
+    assert code == 1 and re.search("gives other frozen arrays than the run in .* began with", found)
   else:
     assert code == 2 and f"there is no model folder {base / 'run'}" in found
 

@@ -1,4 +1,4 @@
-"""Former names of keys, MaxText's names, and the saved configurations of earlier versions."""
+"""Former names of keys, and MaxText's names."""
 
 import dataclasses
 import os
@@ -9,61 +9,10 @@ import pytest
 from maxghost import config, data
 from maxghost.config import renamed
 
-# A run's own file as the version before wrote it, of the keys that are gone: (text, what it means now).
-SAVED = [
-  ("stream_weights: host\nstream_optimizer: none\nsegment_length: 2", {"offload_to_host": ("weights",)}),
-  ("stream_weights: host\nstream_optimizer: host\nsegment_length: 2", {"offload_to_host": ("weights", "optimizer")}),
-  ("ghost_stream_carries: host\nsegment_length: 2", {"offload_to_host": ("carries",)}),
-  ("segment_length: 2\nsegment_lengths: []", {"segment_lengths": (2,)}),
-  ("segment_length: 0\nsegment_lengths: [4, 2]", {"segment_lengths": (4, 2)}),
-  ("dataset_type: text\ntext_files: [a=/x/*.txt]\nhf_path: []", {"dataset_files": ("a=/x/*.txt",)}),
-  ("dataset_type: hf\ntext_files: []\nhf_path: [a=/x]", {"dataset_files": ("a=/x",)}),
-  ("dataset_mixture: proportional\ndataset_weights: []", {"dataset_mixture": ()}),
-  ("dataset_mixture: weights\ndataset_weights: [a=0.3, b=0.7]", {"dataset_mixture": ("a=0.3", "b=0.7")}),
-  ("dataset_mixture: epochs\ndataset_weights: [a=3, b=0.5]", {"dataset_mixture": ("a=3x", "b=0.5x")}),
-  ("ghost_engine: jvp\nghost_schedule: two_pass", {"ghost_schedule": "forward_mode"}),
-  ("ghost_engine: graddotprod\nghost_schedule: concat", {"ghost_schedule": "concat"}),
-  ("ghost_val_sets: []\nghost_val_domain: v\nghost_val_files: [v=/x/*.txt]", {"ghost_val_sets": ("v=/x/*.txt",)}),
-  ("ghost_select: threshold\nghost_select_fraction: 0.5\nghost_select_threshold: 0.0", {"ghost_select_fraction": 0.0}),
-  ("ghost_select: topk\nghost_select_fraction: 0.4\nghost_select_threshold: 0.0", {"ghost_select_fraction": 0.4}),
-  ("packing: true\ngrain_packing_type: concat_then_split", {"packing": "concat_then_split"}),
-  ("packing: false\ngrain_packing_type: first_fit", {"packing": "none"}),
-  ("ghost_val_domain: code\nghost_val_sets: []", {"ghost_val_sets": ("code",)}),
-  ("ghost_val_domain: manual\nghost_val_sets: []", {"ghost_val_sets": ()}),
-  ("ghost_val_domain: manual\nghost_val_sets: [x=code]", {"ghost_val_sets": ("x=code",)}),
-  (
-    "ghost_reweight: true\nghost_reweight_every: 3\nghost_reweight_step: 0.7\nghost_reweight_floor: 0.1\n"
-    "dataset_mixture: weights\ndataset_weights: [a=0.3, b=0.7]",
-    {"ghost_reweight": (3.0, 0.7, 0.1)},
-  ),
-  ("ghost_reweight: false\nghost_reweight_every: 20\nghost_reweight_step: 0.2", {"ghost_reweight": ()}),
-  ("enable_checkpointing: false\ncheckpoint_period: 7", {"checkpoint_period": 0}),
-  ("enable_checkpointing: true\ncheckpoint_period: 7", {"checkpoint_period": 7}),
-  ("sample_tokens: 9\nsample_temperature: 0.1\nsample_every: 4", {"sample_every": 4}),
-  (
-    "jax_distributed: auto\njax_distributed_coordinator_address: a:1\njax_distributed_num_processes: 2\n"
-    "jax_distributed_process_id: 0\njax_distributed_initialization_timeout: 31",
-    {"jax_distributed": "auto", "jax_distributed_timeouts": (31, 100)},
-  ),
-  ("compile_topology: v5e-16\ncompile_topology_num_slices: 2", {"compile_topology": "2xv5e-16"}),
-]
 
-
-@pytest.mark.parametrize(("text", "wanted"), SAVED)
-def test_a_saved_configuration_of_an_earlier_version_keeps_its_meaning(text, wanted, tmp_path):
-  path = tmp_path / "config.yml"
-  path.write_text(
-    f"config_is_resolved: true\nghost_enabled: {'ghost_reweight: true' in text or 'select' in text}\n".lower() + text
-  )
-  if "carries" in str(wanted):
-    path.write_text(path.read_text() + "\nghost_schedule: reverse_scan")
-  flat = config.load(path).flat()
-  assert {key: flat[key] for key in wanted} == wanted
-
-
-@pytest.mark.parametrize("key", [name for name, other in renamed.OTHER.items() if not other.maxtext])
+@pytest.mark.parametrize("key", renamed.FORMER)
 def test_a_former_name_is_answered_with_the_present_one(key, tmp_path):
-  (tmp_path / "own.yml").write_text(f"{key}: 1\n")
+  (tmp_path / "own.yml").write_text(f"{key}: 1\nconfig_is_resolved: true\n")  # also in the saved file of a run
   calls = {
     "command line": lambda: config.load(f"{key}=1"),
     "own.yml:1": lambda: config.load(tmp_path / "own.yml"),
@@ -73,7 +22,7 @@ def test_a_former_name_is_answered_with_the_present_one(key, tmp_path):
     with pytest.raises(config.ConfigError) as caught:
       call()
     (said,) = caught.value.problems
-    assert said.startswith(f"key '{key}'") and said.endswith(renamed.OTHER[key].answer) and origin in said
+    assert said.startswith(f"key '{key}'") and said.endswith(renamed.FORMER[key]) and origin in said
 
 
 @pytest.mark.parametrize(
@@ -83,6 +32,10 @@ def test_a_former_name_is_answered_with_the_present_one(key, tmp_path):
     ("dataset_type=tfds dataset_name=lm1b:1.1.0", {"dataset_files": ("lm1b:1.1.0",)}),
     ("dataset_type=hf hf_path=/x", {"dataset_files": ("/x",)}),
     ("packing=yes", {"packing": "first_fit"}),
+    ("packing=true grain_packing_type=concat_then_split", {"packing": "concat_then_split"}),
+    ("enable_checkpointing=true checkpoint_period=7", {"checkpoint_period": 7}),
+    ("compile_topology=v5e-16 compile_topology_num_slices=2", {"compile_topology": "2xv5e-16"}),
+    ("jax_distributed_initialization_timeout=31", {"jax_distributed_timeouts": (31, 100)}),
     ("packing=false grain_packing_type=concat_then_split", {"packing": "none"}),
     ("enable_checkpointing=false", {"checkpoint_period": 0}),
     ("dropout_rate=0.3 enable_dropout=false", {"dropout_rate": 0.0}),
@@ -195,7 +148,7 @@ def test_a_whole_file_of_maxtext_is_few_lines(tmp_path):
 
 def test_the_page_for_maxtext_users_names_every_translated_key():
   page = (config.config_dir().parent / "docs" / "from-maxtext.md").read_text()
-  assert [name for name, other in renamed.OTHER.items() if other.maxtext and name not in page] == []
+  assert [name for name in renamed.OTHER if name not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_names_and_directions_are_taken_once():
 
 
 def test_the_table_says_what_the_rules_say():
-  """`config.plugins` is read without JAX, so it repeats what the classes say."""
+  """`config.plugins` is read without JAX; what its lines do not set (such as the offers) is told by the methods."""
   for name in ("adamw", "sgd", "muon"):
     rule = type(optimizers.create(dataclasses.replace(config.load().optimizer, opt_type=name)))
     assert plugins.OPTIMIZERS[name] == optimizers.facts(rule, plugins.OPTIMIZERS[name].target)

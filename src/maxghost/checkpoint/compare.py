@@ -8,8 +8,7 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import Opener, StoredArray, open_tree
+from maxghost.checkpoint.layouts_store import AnyPath, Opener, open_tree
 from maxghost.config import ConfigError
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
@@ -85,17 +84,13 @@ def compare(
 ) -> Comparison:  # fmt: skip
   """Compares two canonical checkpoints.
 
-  Args:
-    left, right: The checkpoints.
-    params_only: Whether to compare parameters alone.
-    rngs: Whether to compare random state and other non-parameters too.
-    atol: Allowed difference as a share of the largest magnitude of the array, which suits weights and moments alike.
-    rtol: Allowed difference as a share of each element of `right`.
-    ram_bytes: Host memory for arrays; larger ones are compared block by block.
+  params_only: parameters alone. rngs: random state and other non-parameters too. atol: allowed difference as a share of
+  the array's largest magnitude, which suits weights and moments alike; rtol: of each element of `right`. ram_bytes: for
+  arrays; larger ones are compared block by block.
   """
-  result = Comparison()
-  loop_state = bool(left.loop_state and right.loop_state)
-  items_left, items_right = (_items(side, params_only, rngs, loop_state) for side in (left, right))
+  result, left_out = Comparison(), set() if left.loop_state and right.loop_state else {"loop_state"}
+  left_out |= {*left.trees(), *right.trees()} - {"params"} if params_only else set() if rngs else {"aux"}
+  items_left, items_right = (_items(side, left_out) for side in (left, right))
   arrays = _ValueComparer(atol, rtol, ram_bytes, result)
   for path in items_left | items_right:
     a, b = items_left.get(path, {}), items_right.get(path, {})
@@ -125,24 +120,11 @@ def _describe(ref: Ref) -> str:
   return f"{ref.dtype}[{','.join(map(str, ref.shape))}]"
 
 
-def _items(checkpoint: Checkpoint, params_only: bool, rngs: bool, loop_state: bool) -> dict[str, Item]:
-  trees = {"params": checkpoint.params}
-  single: dict[str, Any] = {}
-  if not params_only:
-    trees |= {f"opt_state/{slash_path(place)}": tree for place, tree in checkpoint.moments.items()}
-    single |= {f"opt_state/{slash_path(path)}": array for path, array in checkpoint.opt_leaves.items()}
-    single["step"] = checkpoint.step
-    kept = checkpoint.kept | (checkpoint.loop_state if loop_state else {})
-    single |= {slash_path(path): node for path, node in kept.items()}
-    if rngs:
-      trees["aux"] = checkpoint.aux
+def _items(checkpoint: Checkpoint, left_out: Collection[str]) -> dict[str, Item]:
   items: dict[str, Item] = {}
-  for prefix, tree in trees.items():
-    for (path, layer), ref in tree.leaves.items():
-      items.setdefault(f"{prefix}/{slash_path(path)}", {})[layer] = ref
-  for path, node in single.items():
-    if isinstance(node, StoredArray):
-      items[path] = {None: Ref(node)}
+  for name, tree in checkpoint.trees().items():
+    for (path, layer), ref in tree.leaves.items() if name not in left_out else ():
+      items.setdefault(slash_path(path if name in ("kept", "loop_state") else (name, *path)), {})[layer] = ref
   return items
 
 
@@ -164,7 +146,9 @@ class _ValueComparer:
         self._result.rows.append(Row(path, kind, text(wrong[0][1]), text(wrong[0][2]), layers))
         good = [pair for pair in good if pair not in wrong]
     row = Row(path, VALUE, max_abs=0.0, max_rel=0.0)
-    scale = max((self._largest(ref) for _, _, ref in good), default=0.0) if self._atol else 0.0
+    refs = [ref for _, _, ref in good if self._atol]
+    sizes = (np.abs(_wide(self._right.part(ref, index))) for ref in refs for index in self._blocks(ref))
+    scale = max((float(np.max(size, initial=0.0, where=np.isfinite(size))) for size in sizes), default=0.0)
     for layer, a, b in good:
       for index in self._blocks(a):
         self._compare_block(row, layer, index, self._left.part(a, index), self._right.part(b, index), scale)
@@ -177,7 +161,15 @@ class _ValueComparer:
   def _compare_block(self, row: Row, layer: int | None, index: tuple, x: np.ndarray, y: np.ndarray, scale: float):
     """Adds the differences of one block to the row of its array. scale: largest magnitude of the array."""
     self._result.num_elements += x.size
-    different = self._different(x, y, scale)
+    tolerant = (self._atol or self._rtol) and x.dtype == y.dtype
+    if x.dtype != y.dtype:  # step only: one integer of two types
+      x, y = x.astype(np.int64), y.astype(np.int64)
+    both_nan = np.isnan(x) & np.isnan(y) if x.dtype.kind not in "iub" else np.zeros(x.shape, bool)
+    self._result.num_nans += int(both_nan.sum())
+    different = (_bits(x) != _bits(y)) & ~both_nan
+    if tolerant and different.any():
+      gap, size = _gap(x, y)
+      different &= ~(gap <= self._atol * scale + self._rtol * size)
     if not different.any():
       return
     if layer is not None and layer not in row.layers:
@@ -191,23 +183,6 @@ class _ValueComparer:
       relative = np.nan_to_num(np.where(gap == 0, 0.0, gap / size), nan=math.inf)
     row.max_abs = max(row.max_abs or 0.0, float(gap.max()))
     row.max_rel = max(row.max_rel or 0.0, float(relative.max()))
-
-  def _different(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
-    """Elements that count as different; equal NaNs are counted on the way."""
-    if x.dtype != y.dtype:  # step only: one integer of two types
-      return np.asarray(x.astype(np.int64) != y.astype(np.int64))
-    floating = x.dtype.kind not in "iub"
-    both_nan = np.isnan(x) & np.isnan(y) if floating else np.zeros(x.shape, bool)
-    self._result.num_nans += int(both_nan.sum())
-    different = (_bits(x) != _bits(y)) & ~both_nan
-    if different.any() and (self._atol or self._rtol):
-      gap, size = _gap(x, y)
-      different &= ~(gap <= self._atol * scale + self._rtol * size)
-    return different
-
-  def _largest(self, ref: Ref) -> float:
-    sizes = (np.abs(_wide(self._right.part(ref, index))) for index in self._blocks(ref))
-    return max((float(np.max(size, initial=0.0, where=np.isfinite(size))) for size in sizes), default=0.0)
 
 
 def _dtype_text(ref: Ref) -> str:
@@ -240,9 +215,7 @@ def _ranges(numbers: Sequence[int]) -> str:
   return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
-def compare_checkpoints(
-  a: str | os.PathLike, b: str | os.PathLike, opener: Opener = open_tree, **options: Any
-) -> Comparison:
+def compare_checkpoints(a: AnyPath, b: AnyPath, opener: Opener = open_tree, **options: Any) -> Comparison:
   """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read.
 
   opener: opens a folder; `interop.huggingface.open_tree` knows Hugging Face folders too.

@@ -44,10 +44,8 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
 
 
 def _listing(content: dict[str, Any]) -> Iterator[str]:
-  rows = []
-  for leaf in content["leaves"]:
-    shape = "-" if leaf["shape"] is None else f"[{','.join(map(str, leaf['shape']))}]"
-    rows.append((leaf["path"], shape, leaf["dtype"], f"{leaf['bytes']:>12,}"))
+  of = lambda shape: "-" if shape is None else f"[{','.join(map(str, shape))}]"  # noqa: E731
+  rows = [(x["path"], of(x["shape"]), x["dtype"], f"{x['bytes']:>12,}") for x in content["leaves"]]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
   yield f"{len(rows)} leaves, {content['bytes']:,} bytes"
@@ -61,11 +59,8 @@ def _listing(content: dict[str, Any]) -> Iterator[str]:
   yield f"layout: {content['layout']}{', leaves under value' if content['wrapped'] else ''}; {'; '.join(forms)}"
   step = "" if content["step"] is None else f"; step {content['step']}"
   yield f"{content['parameters']:,} parameters; moments: {', '.join(content['moments']) or 'none'}{step}"
-  for what, key in (
-    ("state of the training loop", "loop_state"),
-    ("keys of no layout", "unknown_keys"),
-    ("other items beside the tree", "other_items"),
-  ):
+  more = {"loop_state": "state of the training loop", "unknown_keys": "keys of no layout"}
+  for key, what in (more | {"other_items": "other items beside the tree"}).items():
     if content[key]:
       yield f"{what}: {', '.join(content[key])}"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxghost.checkpoint import layouts_layers
-from maxghost.checkpoint.layouts_layers import ParamTree, Path, leaf_text, split_layers
+from maxghost.checkpoint.layouts_layers import ParamTree, Path, leaf_text, split_layers, whole
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
 from maxghost.config import did_you_mean
 from maxghost.config.values import slash_path
@@ -87,6 +87,12 @@ class Checkpoint:
         if container.form != form:
           odd[place] = f"{slash_path(path)} {container.form} in opt_state/{slash_path(place)}, {form} in the parameters"
     return odd
+
+  def trees(self) -> dict[str, ParamTree]:
+    """All arrays: params, aux, each opt_state/0/mu, and what is in no tree: opt_state, step, kept, loop_state."""
+    single = {"opt_state": self.opt_leaves, "step": {(): self.step}, "kept": self.kept, "loop_state": self.loop_state}
+    moments = {f"opt_state/{slash_path(place)}": tree for place, tree in self.moments.items()}
+    return {"params": self.params, **moments} | {name: whole(x) for name, x in single.items()} | {"aux": self.aux}
 
   def num_params(self) -> int:
     return sum(math.prod(ref.shape) for ref in self.params.leaves.values())

@@ -124,6 +124,11 @@ class ParamTree:
       self.leaves[leaf] = Ref(node, axis if index is None else min(axis, len(node.shape) - 1), index)
 
 
+def whole(nodes: Mapping[Path, object]) -> ParamTree:
+  """The arrays among these, as leaves that are in no layer."""
+  return ParamTree({(path, None): Ref(node) for path, node in nodes.items() if isinstance(node, StoredArray)})
+
+
 def container_of(path: Path, containers: Iterable[Path]) -> Path | None:
   """The container that `path` (without layer index) lies in."""
   return next((c for c in containers if path[: len(c)] == c and len(path) > len(c)), None)
@@ -221,7 +226,11 @@ def split_layers(
       arrays = {rest: node for rest, node in members if isinstance(node, StoredArray)}
       hint = (like or {}).get(container)
       num_stacked = _num_stacked(container, arrays, scan_axis) or (hint.num_layers // hint.period if hint else 0)
-      block_name, period = _block({rest[0] for rest, _ in members})
+      # A stacked block may hold P unlike layers, layers_0 ... layers_{P-1}.
+      names = {rest[0] for rest, _ in members}
+      base = min((match[1] for name in names if (match := _INDEXED.fullmatch(name))), default="")
+      unlike = is_standard_name(base) and names == {f"{base}_{i}" for i in range(len(names))}
+      block_name, period = (base, len(names)) if unlike else ("", 1)
       tree.containers[container] = Container(container, SCANNED, num_stacked * period, period, block_name, scan_axis)
       for rest, node in members:
         offset, below = (int(rest[0].rpartition("_")[2]), rest[1:]) if block_name else (0, rest)
@@ -247,15 +256,6 @@ def position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, i
   return None, "", None, path
 
 
-def _block(names: set[str]) -> tuple[str, int]:
-  """('layers', P) where a stacked block holds the P unlike layers layers_0 ... layers_{P-1}, else ('', 1)."""
-  bases = {match[1] for name in names if (match := _INDEXED.fullmatch(name))}
-  base = min(bases, default="")
-  if not is_standard_name(base) or names != {f"{base}_{i}" for i in range(len(names))}:
-    return "", 1
-  return base, len(names)
-
-
 def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis: int) -> int:
   """L of a stacked container: the size most leaves have on the scan axis. All must have it."""
   where, sizes = slash_path(container), {}
@@ -263,13 +263,12 @@ def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis:
     if not array.shape:
       raise LayoutError(f"leaf {where}/{slash_path(rest)} is a scalar, but {where} stacks its layers")
     sizes[rest] = array.shape[min(scan_axis, len(array.shape) - 1)]
-  expected = max(sizes.values(), key=[*sizes.values()].count, default=0)
-  if wrong := [(rest, size) for rest, size in sizes.items() if size != expected]:
-    rest, size = wrong[0]
-    more = f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else ""
-    said = f"leaf {where}/{slash_path(rest)} has size {size} on scan axis {scan_axis}, expected L={expected}{more}"
+  usual = max(sizes.values(), key=[*sizes.values()].count, default=0)
+  if wrong := {rest: size for rest, size in sizes.items() if size != usual}:
+    rest, more = next(iter(wrong)), f" ({len(wrong)} of {len(sizes)} leaves differ)" if len(wrong) > 1 else ""
+    said = f"leaf {where}/{slash_path(rest)} has size {wrong[rest]} on scan axis {scan_axis}, expected L={usual}{more}"
     raise LayoutError(f"{said}; give the right axis with --scan_axis")
-  return expected
+  return usual
 
 
 def without_layer(path: Path, containers: Mapping[Path, Container]) -> Path:

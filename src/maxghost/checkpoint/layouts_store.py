@@ -29,6 +29,7 @@ _OPEN_AT_ONCE = 256
 _MOST_UNLIKE = 8
 
 TreePath = tuple[str | int, ...]
+AnyPath = str | os.PathLike
 
 
 class LayoutError(ConfigError):
@@ -41,7 +42,7 @@ class VerificationError(LayoutError):
   exit_code = 1
 
 
-def full_path(path: str | os.PathLike) -> Path:
+def full_path(path: AnyPath) -> Path:
   """An absolute path without `~` and `..`, which TensorStore does not take. Raises LayoutError for a URL."""
   if "://" in str(path):
     raise LayoutError(f"{path}: only local folders are read and written; copy the checkpoint here first")
@@ -128,7 +129,7 @@ class RawTree:
     return {path: node for path, node in self.nodes.items() if isinstance(node, StoredArray)}
 
 
-Opener = Callable[[str | os.PathLike], RawTree]
+Opener = Callable[[AnyPath], RawTree]
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Location:
     return sorted(p.name for p in around if p.is_dir() and p.name != self.item.name)
 
 
-def locate(path: str | os.PathLike) -> Location:
+def locate(path: AnyPath) -> Location:
   """Finds the tree in `<run>/checkpoints/<step>` or `<...>/<step>/items`. Raises LayoutError where it is not clear."""
   folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
@@ -176,7 +177,7 @@ def _no_tree(path: Any, folder: Path) -> str:
   return f"{path} is no Orbax checkpoint: it holds {', '.join(names[:6]) or 'nothing'}"
 
 
-def open_tree(path: str | os.PathLike) -> RawTree:
+def open_tree(path: AnyPath) -> RawTree:
   """Opens a checkpoint folder; reads metadata and array headers only. Raises LayoutError as `locate` does."""
   return open_at(locate(path), str(path))
 
@@ -227,9 +228,7 @@ def _open_arrays(item: Path, tree: dict, wanted: list[TreePath]) -> dict[TreePat
   return arrays
 
 
-def _stored(
-  item: Path, path: TreePath, store: ts.TensorStore, key_impl: str | None, checksum: int | None
-) -> StoredArray:
+def _stored(item: Path, path: TreePath, store: ts.TensorStore, impl: str | None, checksum: int | None) -> StoredArray:
   def block(index: tuple[slice, ...] | None) -> np.ndarray:
     return np.asarray(_result(item, path, (store if index is None else store[index]).read()))
 
@@ -249,7 +248,7 @@ def _stored(
   dtype = np.dtype(store.dtype.numpy_dtype)
   chunk = store.chunk_layout.read_chunk.shape or store.shape
   chunk_nbytes = math.prod(min(c, n) if c else n for c, n in zip(chunk, store.shape, strict=True)) * dtype.itemsize
-  return StoredArray(path, tuple(store.shape), dtype, read, key_impl, chunk_nbytes)
+  return StoredArray(path, tuple(store.shape), dtype, read, impl, chunk_nbytes)
 
 
 def _result(item: Path, path: TreePath, future: ts.Future) -> Any:
@@ -294,7 +293,16 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
   leaves, _ = tree_flatten_with_path(tree, lambda x: x is None or (isinstance(x, (dict, list, tuple)) and not x))
   for keys, leaf in leaves:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
-    nodes[path] = _memory_node(path, leaf)
+    if leaf is None or isinstance(leaf, (dict, list, tuple)):
+      named = leaf is None or hasattr(leaf, "_fields")
+      nodes[path] = Empty("None" if named else type(leaf).__name__.capitalize())
+    elif isinstance(leaf, str):
+      nodes[path] = Text()
+    else:
+      impl, words = (str(key_impl(leaf)), key_words(leaf)) if is_typed_key(leaf) else (None, leaf)
+      dtype = np.dtype(getattr(words, "dtype", None) or np.asarray(words).dtype)
+      read = lambda index, words=words: np.asarray(words if index is None else words[index])  # noqa: E731
+      nodes[path] = StoredArray(path, np.shape(words), dtype, read, impl)
   return RawTree(nodes, origin)
 
 
@@ -325,19 +333,3 @@ def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Se
   problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
   problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]
   return f"checkpoint {origin} does not fit this model: {'; '.join(problems)}" if problems else ""
-
-
-def _memory_node(path: TreePath, leaf: Any) -> Node:
-  if leaf is None:
-    return Empty("None")
-  if isinstance(leaf, (dict, list, tuple)):
-    named = isinstance(leaf, tuple) and hasattr(leaf, "_fields")
-    return Empty("None" if named else type(leaf).__name__.capitalize())
-  if isinstance(leaf, str):
-    return Text()
-  impl = None
-  if is_typed_key(leaf):
-    impl, leaf = str(key_impl(leaf)), key_words(leaf)
-  dtype = np.dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
-  read = lambda index: np.asarray(leaf if index is None else leaf[index])  # noqa: E731
-  return StoredArray(path, np.shape(leaf), dtype, read, impl)

@@ -69,9 +69,7 @@ class CheckpointManager:
   max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message for the user.
   """
 
-  def __init__(
-    self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable[[str], None] = print
-  ):
+  def __init__(self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable = print):
     self._directory, self._say = full_path(directory), say
     # Orbax logs every phase of a save, and an error once in each of its threads; what matters is said here.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -83,17 +81,12 @@ class CheckpointManager:
         self._say(f"maxghost: checkpoint {path} was only half written and is removed")
         shutil.rmtree(path, ignore_errors=True)
     self._check_shared()  # the others look at the folder afterwards
+    # Made in the foreground, a folder that cannot be made raises at once; in the background it takes five minutes.
+    writing = {"timeout_secs": WRITE_SECONDS, "create_directories_asynchronously": False}
     options = ocp.CheckpointManagerOptions(
-      max_to_keep=max_to_keep or None,
-      enable_async_checkpointing=asynchronous,
-      # Made in the foreground, a folder that cannot be made raises at once; in the background it takes five minutes.
-      async_options=ocp.AsyncOptions(
-        timeout_secs=WRITE_SECONDS,
-        create_directories_asynchronously=False,
-        barrier_sync_fn=_barrier if distributed.count() > 1 else None,
-      ),
-      temporary_path_class=_DurablePath,
-    )
+      max_to_keep=max_to_keep or None, enable_async_checkpointing=asynchronous, temporary_path_class=_DurablePath,
+      async_options=ocp.AsyncOptions(**writing, barrier_sync_fn=_barrier if distributed.count() > 1 else None),
+    )  # fmt: skip
     # Named here, so that what lies in a checkpoint is known before anything has been saved or restored.
     handlers = {"items": ocp.StandardCheckpointHandler(), "positions": ocp.JsonCheckpointHandler()}
     self._manager = ocp.CheckpointManager(self._directory, item_handlers=handlers, options=options)
@@ -105,9 +98,7 @@ class CheckpointManager:
   def path(self, step: int) -> Path:
     return self._directory / str(step)
 
-  def save(
-    self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping[str, Any] | None = None
-  ) -> None:
+  def save(self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping | None = None) -> None:
     """Copies the arrays and writes them in the background; `tree` may be donated as soon as this returns.
 
     frozen: arrays that never change, of which only the checksums are written (`check_frozen`).
@@ -158,8 +149,12 @@ class CheckpointManager:
         continue
       assert restored is not None, "without a reason against it, it was read"
       self._set_aside(unusable)
-      self._say_what_changed(restored)
-      return restored._replace(tree=_with_typed_keys(restored.tree, abstract_tree))
+      then, now = restored.positions.get("made_with", {}), made_with()
+      if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
+        but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
+        self._say(f"maxghost: note: checkpoint {self.path(step)} was made with {'; '.join(other)}: {but}")
+      typed = lambda x, key: jax.random.wrap_key_data(x, impl=key_impl(key)) if is_typed_key(key) else x  # noqa: E731
+      return restored._replace(tree=jax.tree.map(typed, restored.tree, abstract_tree))
     if unusable:
       steps = ", ".join(map(str, sorted(unusable)))
       way = "put a good one there, or remove them all to start again at step 0"
@@ -171,10 +166,9 @@ class CheckpointManager:
     found, saved = _checksums(frozen), restored.positions.get("frozen", {})
     changed = [name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name)]
     if changed:
-      raise CheckpointError(
-        f"{origin or 'init_weights_seed'} gives other frozen parameters than those that the run in {self._directory} "
-        f"began with ({len(changed)} arrays differ, such as {min(changed)}); put them back, or start a new run_name"
-      )
+      said = f"{origin or 'init_weights_seed'} gives other frozen arrays than the run in {self._directory} began with"
+      fix = "put them back, or start a new run_name"
+      raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 
   def _restore(self, step: int, abstract_tree: Mapping) -> Restored:
     wanted = _with_raw_keys(abstract_tree)
@@ -183,20 +177,12 @@ class CheckpointManager:
     if positions.get("format", 0) > FORMAT_VERSION:
       reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
       raise CheckpointError(f"checkpoint {self.path(step)} has format {positions['format']}, {reads}")
-    stored = _flatten(self._manager.item_metadata(step)["items"].tree)
-    _check_leaves(self.path(step), stored, _flatten(wanted))
+    _check_leaves(self.path(step), _flatten(self._manager.item_metadata(step)["items"].tree), _flatten(wanted))
     tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
     for name, found in _checksums(tree).items():
       if positions["checksums"].get(name) != found:
         raise ValueError(f"the bytes of {name} changed since they were saved")
     return Restored(step, tree, positions)
-
-  def _say_what_changed(self, restored: Restored) -> None:
-    """Says which versions are others than those that wrote the checkpoint, where it has a record of them."""
-    then, now = restored.positions.get("made_with", {}), made_with()
-    if other := [f"{name} {then[name]}, now {value}" for name, value in now.items() if then.get(name, value) != value]:
-      but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
-      self._say(f"maxghost: note: checkpoint {self.path(restored.step)} was made with {'; '.join(other)}: {but}")
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
     """Runs a part of the save, in every process unless `alone`. Raises CheckpointError in all if it fails in one."""
@@ -325,9 +311,3 @@ def _checksums(tree: Any) -> dict[str, int]:
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
   return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
-
-
-def _with_typed_keys(tree: Any, like: Any) -> Any:
-  """Words become typed keys again where `like` has one."""
-  typed = lambda x, key: jax.random.wrap_key_data(x, impl=key_impl(key)) if is_typed_key(key) else x  # noqa: E731
-  return jax.tree.map(typed, tree, like)

@@ -2,19 +2,11 @@
 
 from maxghost.config.files import config_dir
 from maxghost.config.load import differing_keys, fields, load, load_with_origins, replace, save
-from maxghost.config.schema import (
-  AdapterConfig,
-  Config,
-  DataConfig,
-  GhostConfig,
-  ModelConfig,
-  OptimizerConfig,
-  ParallelConfig,
-)
+from maxghost.config.schema import Config, DataConfig, GhostConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from maxghost.config.values import ConfigError, did_you_mean, nearest
 
 __all__ = [
-  "AdapterConfig", "Config", "ConfigError", "DataConfig", "GhostConfig", "ModelConfig", "OptimizerConfig",
+  "Config", "ConfigError", "DataConfig", "GhostConfig", "ModelConfig", "OptimizerConfig",
   "ParallelConfig", "config_dir", "did_you_mean", "differing_keys", "fields", "load", "load_with_origins", "nearest",
   "replace", "save",
 ]  # fmt: skip

@@ -14,8 +14,7 @@ class Parser(argparse.ArgumentParser):
   """An argparse parser that raises ConfigError instead of exiting, and accepts no abbreviated flags."""
 
   def __init__(self, *args: Any, **options: Any):
-    plain = argparse.RawDescriptionHelpFormatter
-    super().__init__(*args, allow_abbrev=False, formatter_class=plain, **options)
+    super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
   def error(self, message: str):
     raise ConfigError(f"{message}; {self.prog} --help lists the arguments")

@@ -113,10 +113,8 @@ class Family:
     """The table of Hugging Face tensors with the family's own names in it."""
     names = {"attention": self.attention, "mlp": self.mlp, "experts": self.experts}
     names |= {"norm_0": self.norms[0], "norm_1": self.norms[1]}
-    return tuple(
-      dataclasses.replace(rule, paths=tuple(path.format_map(names) for path in rule.paths))
-      for rule in self.huggingface.tensors
-    )
+    own = lambda rule: tuple(path.format_map(names) for path in rule.paths)  # noqa: E731
+    return tuple(dataclasses.replace(rule, paths=own(rule)) for rule in self.huggingface.tensors)
 
 
 FAMILIES: dict[str, Family] = {}

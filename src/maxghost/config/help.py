@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 from typing import TextIO
 
 from maxghost.config import renamed, values
@@ -43,22 +42,19 @@ def about(field: dataclasses.Field) -> str:
 
 def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
   """Prints all keys below `usage`, or explains one, with colours on a terminal. Raises ConfigError."""
-  out: TextIO = file or sys.stdout
   if key is not None:
-    print(explain(key), file=out)
+    print(explain(key), file=file)
     return
-  if out.isatty():
-    _print_rich(out, usage)
-    return
-  width = max(len(name) for name in fields())
-  lines = [usage, ""] if usage else []
+  from rich.console import Console
+  from rich.text import Text
+
+  width, text = max(len(name) for name in fields()), Text(usage)
   for name, cls in SECTIONS.items():
-    lines.append(f"{name}: {cls.__doc__}")
-    for item in dataclasses.fields(cls):
-      parts = (values.type_name(item.type), limits(item), f"default {values.shown(item.default)}")
-      lines.append(f"  {item.name:<{width}}  {about(item)} [{'; '.join(filter(None, parts))}]")
-    lines.append("")
-  print("\n".join(lines).rstrip(), file=out)
+    text += Text.assemble("\n\n" if text else "", (name, "bold"), f": {cls.__doc__}")
+    for f in dataclasses.fields(cls):
+      parts = filter(None, (values.type_name(f.type), limits(f), f"default {values.shown(f.default)}"))
+      text += Text.assemble("\n  ", (f"{f.name:<{width}}", "cyan"), f"  {about(f)} ", (f"[{'; '.join(parts)}]", "dim"))
+  Console(file=file).print(text, soft_wrap=True)
 
 
 def explain(key: str) -> str:
@@ -69,34 +65,12 @@ def explain(key: str) -> str:
   field = known[key]
   section, cls = next((name, cls) for name, cls in SECTIONS.items() if field in dataclasses.fields(cls))
   rows = [
-    ("type", values.type_name(field.type)),
-    ("default", values.shown(field.default)),
-    ("limits", limits(field) or "none"),
-    ("section", f"{section}: {cls.__doc__}"),
-  ]
+    ("type", values.type_name(field.type)), ("default", values.shown(field.default)),
+    ("limits", limits(field) or "none"), ("section", f"{section}: {cls.__doc__}"),
+  ]  # fmt: skip
   if (value := field.metadata["choices"][-1] if field.metadata["choices"] else field.default) not in ("", ()):
     rows.append(("example", f"{key}={values.shown(value)}"))
   return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
-
-
-def _print_rich(file: TextIO, usage: str) -> None:
-  from rich.console import Console
-  from rich.table import Table
-  from rich.text import Text
-
-  console = Console(file=file)
-  if usage:
-    console.print(Text(usage))
-  for name, cls in SECTIONS.items():
-    console.print(Text.assemble("\n", (name, "bold"), f"  {cls.__doc__}"))
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 1), pad_edge=True)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(style="green", max_width=24, overflow="fold")
-    table.add_column(overflow="fold")
-    for item in dataclasses.fields(cls):
-      bound = f"  ({limits(item)})" if limits(item) else ""
-      table.add_row(item.name, Text(values.shown(item.default)), Text.assemble(about(item), (bound, "dim")))
-    console.print(table)
 
 
 def list_values(loaded: Loaded) -> str:

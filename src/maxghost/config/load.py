@@ -74,7 +74,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
     model = _read_model_file(model_name, [*folders, files.config_dir()], problems)
-  return _resolve((base, model, command), resolved, problems, notes)
+  return _resolve((base, model, command), problems, notes)
 
 
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
@@ -164,8 +164,8 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
   return given
 
 
-def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: list[str], notes: list[str]) -> Loaded:
-  """Lays the layers over the defaults, with former keys if the first is `resolved`, a run's own. Raises ConfigError."""
+def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: list[str]) -> Loaded:
+  """Lays the layers over the defaults, then MaxText's names over both. Raises ConfigError."""
   known, base = fields(), layers[0]
   flat, origins = {name: field.default for name, field in known.items()}, dict.fromkeys(known, "default")
   broken: set[str] = set()
@@ -173,10 +173,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
   others: list[tuple[int, str, Any, str]] = []
   for level, layer in enumerate(layers):
     for key, given in layer.items():
-      other = renamed.OTHER.get(key)
-      if other and not other.maxtext and not (resolved and layer is base):
-        other = None
-      if not other and key not in known:
+      if not (other := renamed.OTHER.get(key)) and key not in known:
         if not renamed.asks_for_nothing(key, getattr(given.node, "value", None)):
           problems.append(renamed.unknown(key, known, given.origin))
         continue
@@ -202,8 +199,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], resolved: bool, problems: lis
         problems.append(f"{key} ({origin}) is {target}={values.shown(changed)}{wrong[0]}")
         broken.add(target)
       flat[target], origins[target] = changed, origin
-  sound = {key: value for key, value in flat.items() if key not in broken}
-  problems.extend(cross_problems(sound))
+  problems.extend(cross_problems({key: value for key, value in flat.items() if key not in broken}))
   if problems:
     raise values.ConfigError(*renamed.shortened(problems))
   return Loaded(_build(flat), origins, tuple(notes))

@@ -20,9 +20,7 @@ RUN_SCHEDULES = (*SCHEDULES, "forward_mode")  # the values of ghost_schedule
 ENGINES = {"graddotprod": "two_pass", "jvp": "forward_mode", "perexample": "per_example"}  # of `GhostEngine`
 
 
-def scoring_problems(
-  schedule: str, names: Mapping[str, str], asked: Mapping[str, tuple[bool, str, str]]
-) -> Iterator[str]:
+def scoring_problems(schedule: str, names: Mapping[str, str], asked: Mapping[str, tuple]) -> Iterator[str]:
   """A line for each of `asked`, {what: (whether, "key=value", instead)}, that the schedule, by `names`, cannot take."""
   for want, (asks, given, instead) in asked.items():
     if asks and want in SCHEDULE_LACKS[schedule]:
@@ -84,14 +82,14 @@ class Objective(Plugin):
   samples: bool = False
 
 
-_losses = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), perplexity=False)
-_pairs = functools.partial(_losses, rows_per_unit=2, records="pairs")
+_loss = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), perplexity=False)
+_pairs = functools.partial(_loss, rows_per_unit=2, records="pairs")
 OBJECTIVES: dict[str, Objective] = {
   "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
   "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
-  "distill": _losses("maxghost.objectives.distill:Distillation", reference="teacher"),
-  "grpo": _losses(
+  "distill": _loss("maxghost.objectives.distill:Distillation", reference="teacher"),
+  "grpo": _loss(
     "maxghost.objectives.grpo:PolicyLoss", records="conversations", reference="start", validated_by="sft", samples=True
   ),
   "margin": _pairs("maxghost.objectives.dpo:Margin"),
@@ -151,6 +149,15 @@ OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
 OBJECTIVE_NAMES = Names(lambda: tuple(OBJECTIVES))
 DIRECTIONS = Names(directions)
 LEDGER = Names(ledger_columns)
+
+
+def describe(key: str, cls: type) -> None:
+  """Gives a built-in class its name and what its line says of it, as class variables; no other class has a line."""
+  for name, plugin in KINDS[key].items():
+    if plugin.target == f"{cls.__module__}:{cls.__qualname__}":
+      for field in dataclasses.fields(plugin)[1:]:
+        setattr(cls, field.name, getattr(plugin, field.name))
+      cls.name = name  # pyright: ignore
 
 
 def register(key: str, name: str, plugin: Any) -> None:

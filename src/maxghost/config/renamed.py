@@ -1,7 +1,7 @@
-"""Keys that the schema does not have: former names of keys, and MaxText's names for what maxghost calls otherwise.
+"""Keys that the schema does not have, from configs/renamed.yml.
 
-`OTHER` holds both, from configs/renamed.yml. MaxText's names may be given anywhere and are folded into the keys of the
-schema. Former names are errors that name the present key, except in the saved configuration of a run.
+MaxText's names for what maxghost calls otherwise (`OTHER`) may be given anywhere and are folded into the keys of the
+schema. Former names of keys (`FORMER`) are errors that name the present key.
 """
 
 import functools
@@ -37,27 +37,13 @@ def item(value: Any, values: Values, key: str, place: int, unset: Any = None) ->
   return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])} if held and value != unset else {}
 
 
-def validation_files(value: tuple[str, ...], values: Values) -> dict[str, Any]:
-  given = {text.partition("=")[0]: text for text in value}
-  return {"ghost_val_sets": tuple(given.get(text, text) for text in values["ghost_val_sets"])} if value else {}
-
-
-def mixture(value: tuple[str, ...], values: Values) -> dict[str, Any]:
-  end = "x" if values["dataset_mixture"] == ("epochs",) else ""
-  return {"dataset_mixture": tuple(text + end for text in value)}
-
-
 _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
-  **{fold.__name__: fold for fold in (when, named, offload, item, validation_files, mixture)},
+  **{fold.__name__: fold for fold in (when, named, offload, item)},
   # A switch beside a number: off is 0; on without a number is the usual one.
   "switched": lambda value, values, key, usual: {key: values[key] or usual} if value else {key: 0},
   # rsLoRA's scale, alpha over the root of the rank.
   "stabilized": lambda value, values: (
     {"lora_alpha": values["lora_alpha"] * values["lora_rank"] ** 0.5} if value and values["lora_rank"] else {}
-  ),
-  "segment": lambda value, values: {"segment_lengths": (value,)} if value else {},
-  "validation_domain": lambda value, values: (
-    {"ghost_val_sets": (value,)} if value != "manual" and not values["ghost_val_sets"] else {}
   ),
   "slices": lambda value, values: (
     {"compile_topology": f"{value}x{values['compile_topology']}"} if value > 1 and values["compile_topology"] else {}
@@ -66,41 +52,34 @@ _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 class OtherKey(NamedTuple):
-  """A key that the schema does not have, of type `kind`.
+  """A key of MaxText that the schema calls otherwise, of type `kind`.
 
-  answer: what follows the name in an error, such as "is now steps". maxtext: whether it is a key of MaxText, which may
-  be given anywhere. change: name and arguments of one of the functions above; empty = the value is not read.
+  answer: what follows the name in an error, such as "is packing". change: name and arguments of a function above.
   """
 
   answer: str
   kind: Any
-  maxtext: bool
   change: Sequence
 
   def fold(self, value: Any, values: Values) -> dict[str, Any]:
     """The keys of the schema that the value changes. values: of the other keys."""
-    return _FOLDS[self.change[0]](value, values, *self.change[1:]) if self.change else {}
+    return _FOLDS[self.change[0]](value, values, *self.change[1:])
 
 
 # MaxText's groups of keys, `lora: {lora_rank: 8}` in a YAML or `lora.lora_rank=8`; here the keys stand alone.
 GROUPS = ("lora", "dpo")
 
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "texts": tuple[str, ...]}
-OTHER = {
-  name: OtherKey(answer, _TYPES[kind], group == "maxtext", change)
-  for group, rows in read_table("renamed.yml").items()
-  for name, (kind, answer, *change) in rows.items()
-}
+_table = read_table("renamed.yml")
+FORMER: dict[str, str] = _table["former"]
+OTHER = {name: OtherKey(answer, _TYPES[kind], change) for name, (kind, answer, *change) in _table["maxtext"].items()}
 
 # Values that are read as others: {key: {text: text}}.
 SYNONYMS: dict[str, dict[str, str]] = {
   "packing": {text: "first_fit" if on else "none" for text, on in WORDS.items()},
-  "ghost_reweight": {"true": "20", "false": ""},
-  "dataset_mixture": {"proportional": ""},
-  "dpo_algo": {"dpo": "sigmoid"},
-  "max_num_checkpoints_to_keep": {"none": "0"},
-  "muon_consistent_rms": {"none": "0.0"},
-}
+  "ghost_reweight": {"true": "20", "false": ""}, "dataset_mixture": {"proportional": ""},
+  "dpo_algo": {"dpo": "sigmoid"}, "max_num_checkpoints_to_keep": {"none": "0"}, "muon_consistent_rms": {"none": "0.0"},
+}  # fmt: skip
 
 _MOST_LINES = 10  # of errors about keys that only MaxText has
 _FOREIGN = " is a MaxText key that maxghost does not have"
@@ -124,8 +103,8 @@ def asks_for_nothing(key: str, text: Any) -> bool:
 def unknown(key: str, known: Mapping[str, Any], origin: str = "") -> str:
   """The error for a key that the schema does not have: its present name, MaxText's, or the nearest valid ones."""
   where = f" ({origin})" if origin else ""
-  if key in OTHER:
-    return f"key '{key}'{where} {OTHER[key].answer}"
+  if key in OTHER or key in FORMER:
+    return f"key '{key}'{where} {FORMER.get(key) or OTHER[key].answer}"
   if key in _maxtext()["lacking"].split():
     instead = next((f"; {what}" for what, keys in _maxtext()["instead"].items() if key in keys.split()), "")
     return f"'{key}'{where}{_FOREIGN}{instead}"

@@ -63,26 +63,17 @@ def split(model: nnx.Module):
 
 
 def attach(
-  model: nnx.Module,
-  *,
-  num_examples: int,
-  num_positions: int | None = None,
-  num_sets: int = 1,
-  spec: DirectionSpec | None = None,
-  exclude: tuple[str, ...] = (),
-  num_val: int = 0,
+  model: nnx.Module, *, num_examples: int, num_positions: int | None = None, num_sets: int = 1,
+  spec: DirectionSpec | None = None, exclude: tuple[str, ...] = (), num_val: int = 0,
   linked: dict[str, probed.Use] | None = None,
-) -> Twin:
+) -> Twin:  # fmt: skip
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
-  Args:
-    num_positions: T, to score every position of every example [n, T]; None scores whole examples [n].
-    exclude: fnmatch patterns of parameter paths that are not scored; each must match a path.
-    num_val: validation rows at the end of each batch (schedule 'concat'), not counted by num_examples.
-    linked: {module path: second use} of tables whose direction needs both uses; see `probed`.
-
-  Raises: ValueError for a Param without a rule, a Param shared under two names, an exclude pattern without a match, or
-    a rank that saves nothing on any parameter.
+  num_positions: T, to score every position of every example [n, T]; None scores whole examples [n]. exclude: fnmatch
+  patterns of parameter paths that are not scored; each must match a path. num_val: validation rows at the end of each
+  batch (schedule 'concat'), not counted by num_examples. linked: {module path: second use} of tables whose direction
+  needs both uses; see `probed`. Raises ValueError for a Param without a rule, a Param shared under two names, an
+  exclude pattern without a match, or a rank that saves nothing on any parameter.
   """
   spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
   graphdef, state = nnx.split(model)
@@ -94,15 +85,12 @@ def attach(
   uncovered, labels = [], {}
   for path, module in modules.items():
     names, found = [], rules.find(module)
-    for name, value in vars(module).items():
-      if isinstance(value, nnx.Param):
-        where = slash_path((*path, name))
-        if labels.setdefault(id(value), where) != where:
-          raise ValueError(
-            f"Param {where} is also {labels[id(value)]}: a shared Param needs one owner whose methods make both uses "
-            "(as nnx.Embed's __call__ and attend)"
-          )
-        names += [] if where in excluded else [name]
+    for name in (name for name, value in vars(module).items() if isinstance(value, nnx.Param)):
+      where, own = slash_path((*path, name)), id(vars(module)[name])
+      if labels.setdefault(own, where) != where:
+        said = f"Param {where} is also {labels[own]}: a shared Param needs one owner whose methods make both"
+        raise ValueError(f"{said} uses (as nnx.Embed's __call__ and attend)")
+      names += [] if where in excluded else [name]
     if found is None:
       uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
     if found is None or not names:
@@ -121,9 +109,8 @@ def attach(
     )
   if spec.rank and spec.must_gain and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
-    useful = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
-    problem = f"ghost_rank={spec.rank} saves nothing on any parameter of this model"
-    raise ValueError(f"{problem}: use at most {useful}, or 0 for exact scores")
+    useful = f"use at most {max((i * o // (2 * (i + o)) for i, o in matrices), default=0)}, or 0 for exact scores"
+    raise ValueError(f"ghost_rank={spec.rank} saves nothing on any parameter of this model: {useful}")
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
   ordered = tuple(sorted(scored, key=lambda param: param.label))
   return Twin(twin_graphdef, ordered, tuple(sorted(excluded)), spec, num_sets, probes, views)
@@ -151,9 +138,7 @@ def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
   return left_out
 
 
-def _probe(
-  module, path: tuple, found: rules.Rule, view: Parameter, spec: DirectionSpec, num_sets: int, reduced: tuple[int, ...]
-) -> ScoredParam:
+def _probe(module, path, found: rules.Rule, view: Parameter, spec: DirectionSpec, num_sets, reduced) -> ScoredParam:
   """Adds the probe and the direction of a Param to its module. reduced: axes of a score, [n] or [n, T]."""
   param = getattr(module, path[-1])
   depth, dtype = param.ndim - found.rank(module, path[-1]), jnp.promote_types(param.dtype, jnp.float32)
@@ -178,28 +163,17 @@ def _twin_class(layer_type: type, found: rules.Rule) -> type:
 
 
 def prepare_twin(
-  model,
-  batch,
-  loss_fn: Callable,
-  *,
-  num_sets: int,
-  num_positions: int | None,
-  spec: DirectionSpec,
-  exclude: tuple[str, ...] = (),
-  schedule: str = "two_pass",
-  num_val: int = 0,
-) -> Twin:
+  model, batch, loss_fn: Callable, *, num_sets: int, num_positions: int | None, spec: DirectionSpec,
+  exclude: tuple[str, ...] = (), schedule: str = "two_pass", num_val: int = 0,
+) -> Twin:  # fmt: skip
   """Builds the twin for batches of this shape.
 
   A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract
   trace finds tables that are used twice, and these are linked (`probed`).
 
-  Args:
-    batch: arrays or shapes with the example axis first.
-    num_val: validation rows that schedule 'concat' appends to the batch.
-
-  Raises: ValueError as `attach`; for a layer that does not keep the example axis first, or is called several times
-    where its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
+  batch: arrays or shapes with the example axis first. num_val: validation rows that schedule 'concat' appends to it.
+  Raises ValueError as `attach`; for a layer that does not keep the example axis first, or is called several times where
+  its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
   num_val = num_val if schedule == "concat" else 0
@@ -207,39 +181,30 @@ def prepare_twin(
   attached = functools.partial(attach, model, spec=spec, exclude=exclude, **sizes)
   twin = attached()
   if schedule == "concat" and twin.excluded:
-    raise ValueError(
-      f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
-      f"validation rows out of its training gradient. Use two_pass or reverse_scan, or an empty ghost_exclude"
-    )
+    said = f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
+    said += "validation rows out of its training gradient"
+    raise ValueError(f"{said}. Use two_pass or reverse_scan, or an empty ghost_exclude")
   rows = num_examples + num_val
   used = _calls(twin, model, loss_fn, batch, rows)
   try:  # twice the rows, which a mesh divides if it divides the rows
     used_doubled = _calls(twin, model, loss_fn, batch, 2 * rows)
   except Exception as error:
-    raise ValueError(
-      f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading batch "
-      f"axis: let model and loss take any number of rows ({error})"
-    ) from error
+    said = f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading"
+    raise ValueError(f"{said} batch axis: let model and loss take any number of rows ({error})") from error
   shapes, doubled = ({(use.path, use.method): use.shape for use in uses} for uses in (used, used_doubled))
   for (path, method), shape in shapes.items():
     if not shape or doubled[path, method][:1] != (2 * shape[0],):
-      raise ValueError(
-        f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its "
-        f"input to the batch, or name its parameters in ghost_exclude"
-      )
+      what = f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its"
+      raise ValueError(f"{what} input to the batch, or name its parameters in ghost_exclude")
   if not spec.in_backward and schedule == "two_pass":
     return twin
   by_layer: dict[int, list[probed.Use]] = {}
   for use in used:
     by_layer.setdefault(id(use.layer), []).append(use)
   # A table may have one lookup and one other use.
-  often = {
-    uses[0].path: len(uses)
-    for uses in by_layer.values()
-    if len(uses) > 1 and sorted(use.is_second for use in uses) != [False, True]
-  }
-  if often:
-    where = ", ".join(f"{path} ({count} calls)" for path, count in often.items())
+  several = [uses for uses in by_layer.values() if len(uses) > 1]
+  often = {uses[0].path: len(uses) for uses in several if sorted(use.is_second for use in uses) != [False, True]}
+  if where := ", ".join(f"{path} ({count} calls)" for path, count in often.items()):
     raise ValueError(
       f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of a "
       f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"

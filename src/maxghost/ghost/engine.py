@@ -72,16 +72,10 @@ class GhostEngine:
 
   @_own_names()
   def __init__(
-    self,
-    cfg: Config | None = None,
-    *,
-    schedule: str | None = None,
-    direction: str | None = None,
-    rank: int | None = None,
-    engine: str | None = None,
-    exclude: tuple[str, ...] | None = None,
+    self, cfg: Config | None = None, *, schedule: str | None = None, direction: str | None = None,
+    rank: int | None = None, engine: str | None = None, exclude: tuple[str, ...] | None = None,
     per_position: bool = False,
-  ):
+  ):  # fmt: skip
     cfg = cfg or Config()
     self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
     self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
@@ -106,27 +100,18 @@ class GhostEngine:
 
   @_own_names()
   def score(
-    self,
-    model,
-    train_batch,
-    val_batch,
-    *,
-    loss_fn: Callable | None = None,
-    state: RuleState | AdamState | None = None,
+    self, model, train_batch, val_batch, *, loss_fn: Callable | None = None, state: RuleState | AdamState | None = None,
     delta: nnx.State | None = None,
-  ) -> GhostResult:
+  ) -> GhostResult:  # fmt: skip
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
-    Args:
-      model: is not changed.
-      train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val batches: K sets.
-      loss_fn: loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are 1; by
-        default next-token cross-entropy on MaxText-style batches.
-      state: the optimizer's before this step, such as AdamState, for directions that depend on the optimizer.
-      delta: for direction 'second_order', the step's update of the parameters as a State.
-
-    Raises: ValueError for a batch that is no pytree of arrays, a validation batch that is empty or without weight, a
-      missing loss function or one that returns anything else, and a missing or needless state or delta.
+    model: is not changed. train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val
+    batches: K sets. loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are
+    1; by default next-token cross-entropy on MaxText-style batches. state: the optimizer's before this step, such as
+    AdamState, for directions that depend on the optimizer. delta: for direction 'second_order', the step's update of
+    the parameters as a State. Raises ValueError for a batch that is no pytree of arrays, a validation batch that is
+    empty or without weight, a missing loss function or one that returns anything else, and a missing or needless state
+    or delta.
     """
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
@@ -160,8 +145,7 @@ class GhostEngine:
     if lacking := [name for name in self.spec.rule.reads(Parameter("")) if state and name not in state.arrays]:
       raise ValueError(f"direction '{direction}' needs {' and '.join(lacking)} in state=; use AdamState.from_optax")
     if state is not None and not self.spec.in_backward:
-      fix = "leave state= out, or use direction 'adam'"
-      raise ValueError(f"direction '{direction}' reads no state such as AdamState; {fix}")
+      raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
     if (delta is None) == self.second_order:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
     self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
@@ -188,21 +172,11 @@ class GhostEngine:
     def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
       settings = schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy)
       problem = schedules.Problem(
-        schedule=self._schedule,
-        model=schedules.Model(graphdef, params, rest),
-        loss=loss_fn,
-        val_loss=loss_fn,
-        batch=train_batch,
-        val_batches=val_batches,
-        twin=twin,
-        parameters=views,
-        scored=tuple(label for label in views if label not in left_out),
-        rule=self.spec.rule,
-        state=state,
-        second_order=self.second_order,
-        update=lambda grads: (state, delta),
-        settings=settings,
-      )
+        schedule=self._schedule, model=schedules.Model(graphdef, params, rest), loss=loss_fn, val_loss=loss_fn,
+        batch=train_batch, val_batches=val_batches, twin=twin, parameters=views,
+        scored=tuple(label for label in views if label not in left_out), rule=self.spec.rule, state=state,
+        second_order=self.second_order, update=lambda grads: (state, delta), settings=settings,
+      )  # fmt: skip
       return self._result(problem, schedules.score(problem), many)
 
     return jax.jit(run)
@@ -224,15 +198,12 @@ class GhostEngine:
 
     dot = {label: v * jnp.expand_dims(per_share, range(v.ndim - 1)) for label, v in per_param.items()}
     return GhostResult(
-      dot=by_set(additive * per_share[None]),
-      additive=by_set(additive),
+      dot=by_set(additive * per_share[None]), additive=by_set(additive),
       per_param={label: by_set(v, v.ndim - 2) for label, v in dot.items()},
-      per_position=by_set(scored.additive) if self.per_position and with_positions else None,
-      grads=out.grads,
-      loss=out.loss,
-      val_loss=by_set(scored.val_loss),
+      per_position=by_set(scored.additive) if self.per_position and with_positions else None, grads=out.grads,
+      loss=out.loss, val_loss=by_set(scored.val_loss),
       captured={label: by_set(v, -1) for label, v in scored.captured.items()},
-    )
+    )  # fmt: skip
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:

@@ -10,6 +10,7 @@ tell which part of the prediction is curvature (`predicted_curvature`), and what
 K validation sets. Trees are dicts {label: array}.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -17,13 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost import directions
-from maxghost.optimizers import Parameter, RuleState, UpdateRule
+from maxghost.optimizers import RuleState, UpdateRule
 from maxghost.parallel import shardings
 
 
-def sums(
-  rule: UpdateRule, state: RuleState, parameters: dict[str, Parameter], params: dict, grads: dict, gradients, scored
-) -> dict:
+def sums(rule: UpdateRule, state: RuleState, parameters: dict, params: dict, grads: dict, gradients, scored) -> dict:
   """Inner products of some parameters with each validation set's gradient, to be summed and passed to `columns`.
 
   rule, state: of the trainer, before the step. gradients: K dicts, or 2 K: with and without curvature. scored: labels.
@@ -127,12 +126,9 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
       return directions.along(param, direction, g)
 
     arrays = (grads[param.label], *parts[param.label])
-    if param.stack_shape and param.parameter.groups:
-      # Layer by layer, because a device needs the whole factors of all its experts.
-      value = jax.lax.map(one, arrays).sum(0)
-    else:
-      value = jax.vmap(one)(arrays).sum(0) if param.stack_shape else one(arrays)
-    total = total + value
+    # With groups layer by layer, because a device needs the whole factors of all its experts.
+    mapped = functools.partial(jax.lax.map, one) if param.parameter.groups else jax.vmap(one)
+    total = total + (mapped(arrays).sum(0) if param.stack_shape else one(arrays))
   return total
 
 

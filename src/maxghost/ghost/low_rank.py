@@ -137,18 +137,10 @@ def _share(part, whole, size, groups: int):
   return kept * _one_over(energy)
 
 
-def _matmul(a, b):
-  return jnp.matmul(a, b, precision=_HIGHEST)
-
-
-def _matmul_transposed(a, b):
-  """a[..., I, O] b[..., r, O]ᵀ -> [..., I, r]."""
-  return jnp.einsum("...io,...ro->...ir", a, b, precision=_HIGHEST)
-
-
-def _transposed_matmul(a, b):
-  """a[..., I, r]ᵀ b[..., I, O] -> [..., r, O]. In the other order XLA's CPU compiler transposes b, which is slow."""
-  return jnp.einsum("...ir,...io->...ro", a, b, precision=_HIGHEST)
+_matmul = functools.partial(jnp.matmul, precision=_HIGHEST)
+_matmul_transposed = functools.partial(jnp.einsum, "...io,...ro->...ir", precision=_HIGHEST)
+# In the other order XLA's CPU compiler transposes b, which is slow.
+_transposed_matmul = functools.partial(jnp.einsum, "...ir,...io->...ro", precision=_HIGHEST)
 
 
 def orthonormalize(y, drop: bool):
@@ -251,6 +243,5 @@ def _kernel(rank: int, gram_ref, floor_ref, pivots_ref, triangle_ref):
     column = jnp.sum(jnp.where(columns == k, triangle, 0), 1)
     return gram - row[:, None] * multiplier[None, :], triangle - column[:, None] * multiplier[None, :]
 
-  identity = (rows == columns).astype(gram.dtype)
-  gram, triangle = jax.lax.fori_loop(0, rank, step, (gram, identity))
+  gram, triangle = jax.lax.fori_loop(0, rank, step, (gram, (rows == columns).astype(gram.dtype)))
   pivots_ref[0], triangle_ref[0] = jnp.sum(jnp.where(rows == columns, gram, 0), 0), triangle

@@ -55,10 +55,9 @@ def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: i
 
   def one(key):
     state = twin.direction_state(random_directions(twin, key, scale))
-    scores = train_pass(Model(twin.graphdef, params, rest), loss_fn, batch, twin, state).scores
-    return jnp.concatenate(
-      [scores[p.label].reshape(-1, *scores[p.label].shape[len(p.stack_shape) + 1 :]) for p in twin.scored]
-    )
+    found = train_pass(Model(twin.graphdef, params, rest), loss_fn, batch, twin, state).scores
+    pairs = [(found[p.label], len(p.stack_shape) + 1) for p in twin.scored]
+    return jnp.concatenate([scores.reshape(-1, *scores.shape[depth:]) for scores, depth in pairs])
 
   return jax.vmap(one, out_axes=1)(jax.random.split(key, num_directions))
 

@@ -37,18 +37,10 @@ Change = Callable[[TreePath, np.ndarray], np.ndarray]
 
 
 def convert(
-  source: str | os.PathLike,
-  target_path: str | os.PathLike,
-  *,
-  to: str = "",
-  direction: str = "auto",
-  read: ReadOptions | None = None,
-  dry_run: bool = False,
-  verify: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
-  say: Callable[[str], None] = print,
-  **wishes: Any,
-) -> Plan:
+  source: str | os.PathLike, target_path: str | os.PathLike, *, to: str = "", direction: str = "auto",
+  read: ReadOptions | None = None, dry_run: bool = False, verify: bool = True, ram_bytes: int = DEFAULT_RAM_BYTES,
+  say: Callable[[str], None] = print, **wishes: Any,
+) -> Plan:  # fmt: skip
   """Converts the checkpoint or Hugging Face folder `source` into the new folder `target_path`; returns what went where.
 
   to: the target layout; '' = the other family, as `direction` says. read: how to read the source. verify: whether to
@@ -69,11 +61,11 @@ def convert(
     lines += ["dry run: nothing was written"]
   for line in lines:
     say(line)
-  if dry_run:
-    return plan
   rngs = not (target.bare or target.drop_rngs)
-  write_checkpoint(checkpoint, plan, out, verify=verify, ram_bytes=ram_bytes, params_only=target.bare, rngs=rngs)
-  say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
+  if not dry_run:
+    with written(checkpoint, plan, out, verify=verify, ram_bytes=ram_bytes, params_only=target.bare, rngs=rngs):
+      pass
+    say(f"written {out}" + (", verified byte by byte" if verify else ", not verified (--no-verify)"))
   return plan
 
 
@@ -92,44 +84,38 @@ def _target_layout(is_linen: bool, to: str, direction: str) -> str:
 
 def check_target(raw: RawTree, out: Path) -> None:
   source, step, target = raw.location.item.resolve(), raw.location.step.resolve(), out.resolve()
-  for is_wrong, text in (
-    (target in (source, step), f"target equals source: {out}"),
-    (source.is_relative_to(target), f"target {out} holds the source"),
-    (target.is_relative_to(step), f"target {out} lies inside the source"),
-    (out.exists() or out.is_symlink(), f"target {out} exists"),
-  ):
-    if is_wrong:
-      raise LayoutError(f"{text}; name a new folder")
+  found = {
+    "equals source": target in (source, step), "holds the source": source.is_relative_to(target),
+    "lies inside the source": target.is_relative_to(step), "exists": out.exists() or out.is_symlink(),
+  }  # fmt: skip
+  if wrong := [text for text, is_so in found.items() if is_so]:
+    raise LayoutError(f"target {out} {wrong[0]}; name a new folder")
 
 
-def check_space(raw: RawTree, plan: Plan, out: Path) -> None:
-  """Raises LayoutError where the disk cannot hold the target, estimated from the stored size of the source."""
+@contextlib.contextmanager
+def written(
+  checkpoint: Checkpoint, plan: Plan, out: Path, *, has_level: bool | None = None, verify: bool = True,
+  ram_bytes: int = DEFAULT_RAM_BYTES, change: Change | None = None, **options: Any,
+) -> Iterator[Path]:  # fmt: skip
+  """Writes the new folder `out` and yields it, under its temporary name, for what goes beside the tree.
+
+  has_level: whether the tree gets a folder `items`; None: as the source. change(path, block): elementwise. options: of
+  `check_written`. Raises LayoutError where the disk cannot hold it, estimated from the stored size of the source.
+  """
+  raw = checkpoint.raw
   everything = sum(array.nbytes for array in raw.arrays().values())
   stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
   existing = next(p for p in (out, *out.parents) if p.exists())
   if (free := shutil.disk_usage(existing).free) < needed:
     raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")
-
-
-def write_checkpoint(
-  checkpoint: Checkpoint,
-  plan: Plan,
-  out: Path,
-  *,
-  verify: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
-  change: Change | None = None,
-  **options: Any,
-) -> None:
-  """Writes `out`, with an item level as the source. change(path, block): elementwise. options: of `check_written`."""
-  check_space(checkpoint.raw, plan, out)
-  has_level = checkpoint.raw.location.item != full_path(checkpoint.raw.origin)
+  has_level = raw.location.item != full_path(raw.origin) if has_level is None else has_level
   with new_folder(out) as temporary:
     place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
-    write_plan(checkpoint.raw, plan, place, ram_bytes, change)
+    write_plan(raw, plan, place, ram_bytes, change)
     if verify:
       check_written(checkpoint, layouts_store.open_at(place, str(out)), ram_bytes=ram_bytes, **options)
+    yield temporary
 
 
 @contextlib.contextmanager
@@ -153,9 +139,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     raise
 
 
-def write_plan(
-  raw: RawTree, plan: Plan, place: Location, ram_bytes: int = DEFAULT_RAM_BYTES, change: Change | None = None
-) -> None:
+def write_plan(raw: RawTree, plan: Plan, place: Location, ram_bytes: int, change: Change | None = None) -> None:
   """Writes the arrays into a folder of `new_folder` as Orbax does; holds one block, and _COMMIT_BYTES of others."""
   place.item.mkdir(exist_ok=True)
   entries = [(leaf.path, "np.ndarray", {"write_shape": list(leaf.shape)}) for leaf in plan.leaves]
@@ -169,9 +153,9 @@ def write_plan(
     tree[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": value}
   try:
     arrays = _write_arrays(place.item, plan.leaves, ram_bytes, change)
-  except ValueError as error:  # TensorStore's one error type, and that of LayoutError
-    if isinstance(error, LayoutError):
-      raise
+  except LayoutError:
+    raise
+  except ValueError as error:  # TensorStore's one error type
     cause = " ".join(str(error).split())[:300]
     raise LayoutError(f"writing failed ({cause}); nothing is left at the target") from error
   now, like, write_json = time.time_ns(), raw.step_metadata, layouts_store.write_json
@@ -239,17 +223,12 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
   return np.asarray(block, dtype=leaf.dtype, order="C")
 
 
-def check_written(
-  checkpoint: Checkpoint,
-  written: RawTree,
-  is_expected: Callable[[compare.Row], bool] = lambda row: False,
-  **options: Any,
-) -> None:
+def check_written(source: Checkpoint, found: RawTree, is_expected: Callable = lambda row: False, **options) -> None:
   """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
-  target = read_checkpoint(written, ReadOptions(keep_unknown=True))
+  target = read_checkpoint(found, ReadOptions(keep_unknown=True))
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   planned = () if target.odd_moments() else (compare.STRUCTURE,)
-  rows = compare.compare(checkpoint, target, **options).rows
+  rows = compare.compare(source, target, **options).rows
   if wrong := [row for row in rows if not is_expected(row) and row.kind not in planned]:
     what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
     raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
@@ -272,10 +251,8 @@ def _summary(source: Checkpoint, target: Target, plan: Plan, out: Path) -> list[
 @guarded("convert_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
   # Its values have the names of the parameters of `convert` and the fields of `Target`.
-  parser = Parser(
-    prog="maxghost checkpoint convert",
-    description="Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md).",
-  )
+  about = "Converts checkpoints between the Linen, NNX and maxghost layouts, bit by bit (docs/checkpoints.md)."
+  parser = Parser(prog="maxghost checkpoint convert", description=about)
 
   def add(name: str, about: str, **more: Any) -> None:
     names = {f"--{name}", f"--{name.replace('_', '-')}"}
@@ -309,8 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
   options = vars(parser.parse(argv))
-  for name in ("source_wrapped", "wrapped"):
-    options[name] = {"yes": True, "no": False}.get(options[name])
+  options |= {name: {"yes": True, "no": False}.get(options[name]) for name in ("source_wrapped", "wrapped")}
   source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
   ram_bytes = int(options.pop("ram_mb") * 1e6)
   convert(source.pop("path"), read=ReadOptions(**source), ram_bytes=ram_bytes, **options)

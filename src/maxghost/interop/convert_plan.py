@@ -92,14 +92,12 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
   end: TreePath = ("value",) if wrapped else ()
   forms = _forms(checkpoint.params, checkpoint, target, scan_axis)
   root = ("params", "params") if target.is_linen else () if target.layout == PARAMS else ("model",)
-  for path, parts, axis in _restacked(checkpoint.params, forms):
-    plan.leaves.append(TargetLeaf((*root, *path, *end), parts, axis))
+  plan.leaves += [TargetLeaf((*root, *at, *end), refs, axis) for at, refs, axis in _restacked(checkpoint.params, forms)]
   aux = []
   if target.bare:
     parts = [f"opt_state/{slash_path(path)}" for path in (*checkpoint.moments, *checkpoint.opt_leaves)]
-    parts += ["step"] if checkpoint.step is not None else []
-    parts += ["random state"] if checkpoint.aux.leaves else []
-    plan.notes += [f"parameters only; left out: {', '.join(parts)}"] if parts else []
+    parts += ["step"] * (checkpoint.step is not None) + ["random state"] * bool(checkpoint.aux.leaves)
+    plan.notes += [f"parameters only; left out: {', '.join(parts)}"] * bool(parts)
   else:
     _plan_opt_state(checkpoint, target, plan, forms, end)
     plan.notes += [f"repaired: {text}" for text in checkpoint.odd_moments().values()]
@@ -173,20 +171,17 @@ def _restacked(tree: ParamTree, forms: Mapping[Path, Container]) -> Iterator[_Pl
     if layer is None and (container := container_of(path, tree.containers)):
       stored, wanted = tree.containers[container], forms[container]
       if (stored.form, stored.scan_axis) != (wanted.form, wanted.scan_axis):
-        raise LayoutError(
-          f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked; use --layers keep and the "
-          "source's scan axis (or leave it out: --drop_rngs for random state, --params_only for optimizer state)"
-        )
+        way = "or leave it out: --drop_rngs for random state, --params_only for optimizer state"
+        said = f"leaf {slash_path(path)} has no layer axis of its own and cannot be restacked"
+        raise LayoutError(f"{said}; use --layers keep and the source's scan axis ({way})")
     yield place, (ref,), None
   indices: dict[Path, set[int]] = {}
   for stack, layers in stacks.values():
     indices.setdefault(stack.path, set()).update(layers)
   for path, layers in indices.items():
     if layers != set(range(len(layers))):
-      raise LayoutError(
-        f"layer indices under {slash_path(path[:-1] or path)} are not contiguous: "
-        f"{', '.join(map(str, sorted(layers)))}; use --layers unscanned"
-      )
+      said = f"layer indices under {slash_path(path[:-1] or path)} are not contiguous"
+      raise LayoutError(f"{said}: {', '.join(map(str, sorted(layers)))}; use --layers unscanned")
   for place, (stack, layers) in stacks.items():
     _check_alike(stack, place, layers, len(indices[stack.path]))
     parts = tuple(layers[i] for i in sorted(layers))
@@ -203,26 +198,19 @@ def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], n
   first = min(layers)
   where, leaf = slash_path(stack.path), slash_path(place[len(stack.layer_path(0)) :])
   if missing := [i for i in range(first % stack.period, num_layers, stack.period) if i not in layers]:
-    raise LayoutError(
-      f"leaf {leaf} exists in layers {', '.join(map(str, sorted(layers)))} but not in "
-      f"{', '.join(map(str, missing))} (of {where}); use --layers unscanned"
-    )
-  kinds = {
-    layer: {"shape": f"({','.join(map(str, ref.shape))})", "dtype": ref.dtype.name, "key type": ref.array.key_impl}
-    for layer, ref in sorted(layers.items())
-  }
-  for layer, kind in kinds.items():
-    for what, this in kind.items():
-      if this != kinds[first][what]:
-        raise LayoutError(
-          f"cannot stack {where}_*: leaf {leaf} has {what} {kinds[first][what]} in {stack.path[-1]}_{first} but "
-          f"{this} in {stack.path[-1]}_{layer}; use --layers unscanned"
-        )
+    said = f"leaf {leaf} exists in layers {', '.join(map(str, sorted(layers)))} but not in"
+    raise LayoutError(f"{said} {', '.join(map(str, missing))} (of {where}); use --layers unscanned")
+  for layer, ref in sorted(layers.items()):
+    own, name = layers[first], stack.path[-1]
+    shape, other = (f"({','.join(map(str, x.shape))})" for x in (own, ref))
+    kinds = {"shape": (shape, other), "dtype": (own.dtype.name, ref.dtype.name)}
+    for what, (a, b) in (kinds | {"key type": (own.array.key_impl, ref.array.key_impl)}).items():
+      if a != b:
+        said = f"cannot stack {where}_*: leaf {leaf} has {what} {a} in {name}_{first} but {b} in {name}_{layer}"
+        raise LayoutError(f"{said}; use --layers unscanned")
 
 
-def _plan_opt_state(
-  checkpoint: Checkpoint, target: Target, plan: Plan, forms: Mapping[Path, Container], end: TreePath
-) -> None:
+def _plan_opt_state(checkpoint: Checkpoint, target: Target, plan: Plan, forms: Mapping, end: TreePath) -> None:
   linen, as_nnx_runs = target.is_linen, target.layout == MAXTEXT_NNX
   root: TreePath = ("opt_state",) if linen else ("optimizer", "opt_state")
   places = [*checkpoint.moments, *checkpoint.opt_leaves, *checkpoint.opt_empties]
@@ -240,15 +228,14 @@ def _plan_opt_state(
     # MaxText's NNX runs put the Linen level `params` only below mu and nu of a chain entry.
     has_level = linen and not (as_nnx_runs and (place[-1] not in ("mu", "nu") or len(place) > 2))
     above = (*path_of(place), *(("params",) if has_level else ()))
-    for path, parts, axis in _restacked(tree, {path: forms[path] for path in tree.containers}):
-      plan.leaves.append(TargetLeaf((*above, *path, *end), parts, axis))
+    placed = _restacked(tree, {path: forms[path] for path in tree.containers})
+    plan.leaves += [TargetLeaf((*above, *path, *end), parts, axis) for path, parts, axis in placed]
     if linen and place not in checkpoint.factored:
       # What an optimizer leaves out (optax.masked) is None in the Linen layout and absent in the NNX one.
       absent = tree.empties | (set(checkpoint.params.leaves) - set(tree.leaves))
       masked = dict.fromkeys(_place(leaf, forms)[0] for leaf in sorted(absent, key=str))
       plan.empties += [((*above, *path), Empty()) for path in masked]
-  for path, array in checkpoint.opt_leaves.items():
-    plan.leaves.append(TargetLeaf((*path_of(path), *end), (Ref(array),)))
+  plan.leaves += [TargetLeaf((*path_of(path), *end), (Ref(x),)) for path, x in checkpoint.opt_leaves.items()]
   if linen:
     known = {path: kind for path, kind in checkpoint.opt_empties.items() if not (as_nnx_runs and len(path) > 1)}
     for prefix, names in lists.items():  # nothing fills these entries

@@ -93,8 +93,7 @@ def open_file(path: Path) -> GgufFile:
   names = _huggingface_names(file, len(reader.tensors))
   for tensor in reader.tensors:
     part, theirs = tensor.name.rpartition(".")[0].rpartition(".")[2], str(names.get(tensor.name, tensor.name))
-    paired = heads.get(part, 0) if file.family.gguf_pairs else 0
-    file.tensors[theirs] = _tensor(path, theirs, tensor, paired)
+    file.tensors[theirs] = _tensor(path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
   return file
 
 
@@ -104,14 +103,9 @@ def _huggingface_names(file: GgufFile, most: int) -> dict[str, str]:
 
   number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.family.gguf)
   num_layers = min(file.number("block_count"), most)  # no file has more layers than tensors
-  known = gguf.get_tensor_name_map(number, num_layers)
-  names = {}
-  for rule in file.family.huggingface.tensors:
-    for layer in range(num_layers) if "{layer}" in rule.name else (0,):
-      theirs = rule.name.format(layer=layer, expert=0)
-      if ours := known.get_name(theirs, try_suffixes=(".weight", ".bias")):
-        names[ours] = theirs
-  return names
+  known, rules = gguf.get_tensor_name_map(number, num_layers), file.family.huggingface.tensors
+  names = (rule.name.format(layer=layer, expert=0) for rule in rules for layer in range(num_layers))
+  return {ours: name for name in names if (ours := known.get_name(name, try_suffixes=(".weight", ".bias")))}
 
 
 def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
@@ -120,9 +114,8 @@ def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
 
   kind, shape = stored.tensor_type, tuple(int(size) for size in stored.shape[::-1])
   try:
-    _, size = gguf.GGML_QUANT_SIZES[kind]
     if kind not in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-      gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+      gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
   except NotImplementedError:
     raise LayoutError(f"{path}: {stored.name} is of type {kind.name}, which is not read") from None
 
@@ -168,9 +161,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
   bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
   splits = {"gpt-2": [bytes_only], "smollm": [pre_tokenizers.Digits(individual_digits=True), bytes_only]}
   if kind != "gpt2" or split not in splits:
-    raise LayoutError(
-      f"{file.path}: tokenizer of kind {kind} with splitting rule {split}; known are gpt2 with {' or '.join(splits)}"
-    )
+    said = f"{file.path}: tokenizer of kind {kind} with splitting rule {split}"
+    raise LayoutError(f"{said}; known are gpt2 with {' or '.join(splits)}")
   tokens, kinds = file.texts("tokens"), said.get("tokenizer.ggml.token_type", [])
   merges = [(merge.partition(" ")[0], merge.partition(" ")[2]) for merge in file.texts("merges")]
   ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in
@@ -184,7 +176,6 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
   folder.mkdir()
   made.save(str(folder / "tokenizer.json"))
-  if isinstance(template := said.get("tokenizer.chat_template"), str):
-    words["chat_template"] = template
+  words |= {"chat_template": x} if isinstance(x := said.get("tokenizer.chat_template"), str) else {}
   words["add_bos_token"] = bool(said.get("tokenizer.ggml.add_bos_token", False))
   write_json(folder / "tokenizer_config.json", words, indent=2)

@@ -13,14 +13,14 @@ from pathlib import Path
 from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
-from maxghost.checkpoint.layouts_store import LayoutError, Location, full_path, open_at, read_json, write_json
+from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
 from maxghost.config.arguments import Parser
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path, peft
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_target, check_written, new_folder, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.safetensors_files import open_tensors, write_tensors
@@ -29,13 +29,9 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def import_model(
-  source: str | Path,
-  target: str | Path,
-  *,
-  scan_layers: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
+  source: str | Path, target: str | Path, *, scan_layers: bool = True, ram_bytes: int = DEFAULT_RAM_BYTES,
   say: Callable[[str], None] = print,
-) -> config.Config:
+) -> config.Config:  # fmt: skip
   """Writes the Hugging Face folder or GGUF file `source` as the new folder `target`; returns its configuration.
 
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
@@ -56,15 +52,10 @@ def import_model(
   raw = huggingface.tree_of(tensors, cfg.model, source)
   checkpoint = read_checkpoint(raw)
   check_target(raw, target)
-  layers = SCANNED if scan_layers else UNSCANNED
-  cycle = cfg.model.inhomogeneous_layer_cycle_interval if scan_layers else 0
+  layers, cycle = (SCANNED, cfg.model.inhomogeneous_layer_cycle_interval) if scan_layers else (UNSCANNED, 0)
   plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
-  check_space(raw, plan, target)
   say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
-  with new_folder(target) as temporary:
-    place = Location(item=temporary / "items", step=temporary)
-    write_plan(raw, plan, place, ram_bytes)
-    check_written(checkpoint, open_at(place, str(target)), params_only=True, ram_bytes=ram_bytes)
+  with written(checkpoint, plan, target, has_level=True, params_only=True, ram_bytes=ram_bytes) as temporary:
     tokenizer = temporary / tokenizer_files.FOLDER
     write_tokenizer(tokenizer)
     if keys := model_path.tokenizer_keys(tokenizer, cfg.model.vocab_size):
@@ -78,15 +69,9 @@ def import_model(
 
 
 def export_model(
-  source: str | Path,
-  target: str | Path,
-  *,
-  cfg: config.Config | None = None,
-  adapter: str | Path = "",
-  shard_bytes: int = _SHARD_BYTES,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
-  say: Callable[[str], None] = print,
-) -> None:
+  source: str | Path, target: str | Path, *, cfg: config.Config | None = None, adapter: str | Path = "",
+  shard_bytes: int = _SHARD_BYTES, ram_bytes: int = DEFAULT_RAM_BYTES, say: Callable[[str], None] = print,
+) -> None:  # fmt: skip
   """Writes the parameters of a checkpoint of any layout as the new Hugging Face folder `target`.
 
   cfg: the configuration of the model, where no config.yml lies beside the checkpoint. adapter: a folder of PEFT, or a
@@ -97,14 +82,11 @@ def export_model(
   if cfg is None:
     raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
   raw = open_tree(place.tree)
-  if adapter:
-    raw = merge.open_merged(raw, cfg.model, adapter, say)
+  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  family = FAMILIES[cfg.model.decoder_block]
-  if checkpoint.values_from == "maxtext" and family.maxtext_scales_queries is not False:
-    raise LayoutError(
-      f"{source} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale --to maxghost"
-    )
+  if checkpoint.values_from == "maxtext" and FAMILIES[cfg.model.decoder_block].maxtext_scales_queries is not False:
+    said = f"{source} holds query weights as MaxText wants them"
+    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to maxghost")
   kept = {leaf: ref for leaf, ref in checkpoint.params.leaves.items() if leaf[0][0] != "mtp_block"}
   if further := len(checkpoint.params.leaves) - len(kept):
     say(f"left out: {further} arrays of multi-token prediction, for which Hugging Face's formats have no place")
@@ -137,26 +119,14 @@ def special_ids(cfg: config.Config) -> dict[str, int]:
   return {name: number for name, number in ids.items() if number is not None}
 
 
-def export_adapter(source: str | Path, target: str | Path) -> None:
-  """Writes the adapter of a run with lora_rank, or of its checkpoint, as the new PEFT folder `target`."""
-  cfg = model_path.find(source).config or config.Config()
-  settings, arrays = merge.open_adapter(source, cfg.model)
-  peft.save_adapter(target, cfg.model, settings, arrays, base=cfg.checkpoint.given)
-  print(f"written {target}: {len(arrays)} arrays of rank {settings.rank}")
-
-
 @guarded("hf_checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(
-    prog="maxghost checkpoint hf",
-    description="Hugging Face models to maxghost checkpoints and back (docs/huggingface.md).",
-  )
+  about = "Hugging Face models to maxghost checkpoints and back (docs/huggingface.md)."
+  parser = Parser(prog="maxghost checkpoint hf", description=about)
   verbs = parser.add_subparsers(dest="verb", required=True)
   into = verbs.add_parser("import", help="a Hugging Face folder into a checkpoint with config.yml and tokenizer")
   into.add_argument("source", metavar="HF_FOLDER", help="folder with config.json, or a .gguf file of a Llama model")
-  into.add_argument(
-    "--scan_layers", action=argparse.BooleanOptionalAction, default=True, help="stack the layers (the default)"
-  )
+  into.add_argument("--scan_layers", action=argparse.BooleanOptionalAction, default=True, help="stack layers (default)")
   out = verbs.add_parser("export", help="a checkpoint into a folder that transformers loads")
   out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
   out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")
@@ -172,7 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   if args.verb == "import":
     import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
   elif args.verb == "adapter":
-    export_adapter(args.source, args.target)
+    cfg = model_path.find(args.source).config or config.Config()
+    settings, arrays = merge.open_adapter(args.source, cfg.model)
+    peft.save_adapter(args.target, cfg.model, settings, arrays, base=cfg.checkpoint.given)
+    print(f"written {args.target}: {len(arrays)} arrays of rank {settings.rank}")
   else:
     cfg, shard_bytes = config.load(args.config) if args.config else None, int(args.shard_mb * 1e6)
     export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=shard_bytes, ram_bytes=ram_bytes)

@@ -145,11 +145,8 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   unknown = [name for name in known if name not in used and not any(re.fullmatch(x, name) for x in theirs.ignored)]
   if _HEAD in unknown and model.logits_via_embedding and _same(known[_HEAD], embedding):
     unknown.remove(_HEAD)
-  problems = [
-    f"{origin} {what} {layouts_store.listed(names, _MOST_NAMES)}"
-    for what, names in (("lacks", missing), ("has unknown", [known[name].name for name in unknown]))
-    if names
-  ]
+  found = {"lacks": missing, "has unknown": [known[name].name for name in unknown]}
+  problems = [f"{origin} {what} {layouts_store.listed(x, _MOST_NAMES)}" for what, x in found.items() if x]
   if problems or wrong:
     raise LayoutError(*problems, *wrong[:_MOST_NAMES])
   nodes: dict[TreePath, Any] = {path: _stored(path, held, *rules[path]) for path, held in parts.items()}
@@ -171,8 +168,8 @@ def _stored(path: TreePath, tensors: list[StoredArray], rule: Rule, which: int) 
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     if rule.per_expert:
-      chosen = range(len(tensors))[index[0] if index else slice(None)]
-      values = np.stack([rule.to_param(tensors[i].read(None), which) for i in chosen])
+      chosen = tensors[index[0] if index else slice(None)]
+      values = np.stack([rule.to_param(tensor.read(None), which) for tensor in chosen])
     else:
       values = rule.to_param(tensors[0].read(index[:1] if index and rule.lead else None), which)
     if index is None:

@@ -164,8 +164,8 @@ def _rotary(read: _Reader) -> dict[str, Any]:
 def _scales_attention(read: _Reader, parameters: Mapping[str, Any]) -> bool:
   """Whether YaRN scales the heads by its usual factor; a factor of another size is refused."""
   usual = 0.1 * math.log(parameters["factor"]) + 1.0 if parameters.get("factor", 1.0) > 1.0 else 1.0
-  factor = parameters.get("attention_factor")
-  factor = None if factor is None else read.typed("attention_factor", factor, float)
+  if (factor := parameters.get("attention_factor")) is not None:
+    factor = read.typed("attention_factor", factor, float)
   if parameters.get("mscale") or parameters.get("mscale_all_dim"):
     read.problem("rope_parameters with mscale are not known here")
   if factor is None or math.isclose(factor, usual, rel_tol=1e-6):
@@ -184,12 +184,9 @@ def weight_dtype(dtypes: set[str], origin: str) -> str:
 
 
 def config_json(
-  model: ModelConfig,
-  dtype: str,
-  max_positions: int,
-  special_ids: Mapping[str, int],
+  model: ModelConfig, dtype: str, max_positions: int, special_ids: Mapping[str, int],
   others: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
   """A config.json that transformers reads as this model, with parameters of `dtype`.
 
   max_positions: `max_position_embeddings`, where `others` lacks it. special_ids: bos_token_id and the like. others:
@@ -208,17 +205,14 @@ def config_json(
     content.setdefault("max_position_embeddings", max_positions)
     content |= _write_rotary(model)
   content |= _write_window(model, family)
-  for name, number in special_ids.items():
-    said = content.get(name)  # a model may end a text with one of several tokens
-    if number not in (said if isinstance(said, list) else [said]):
+  for name, number in special_ids.items():  # a model may end a text with one of several tokens
+    if number not in (said if isinstance(said := content.get(name), list) else [said]):
       content[name] = number
   again = keys_of(content, "config.json")
   again.pop("max_target_length", None)
   if lost := differing(ModelConfig(**again), model):
-    raise LayoutError(*(
-      f"{key}={shown(value)}: {theirs.model_class} of transformers has {shown(other)}"
-      for key, (other, value) in lost.items()
-    ))  # fmt: skip
+    has = f"{theirs.model_class} of transformers has"
+    raise LayoutError(*(f"{key}={shown(value)}: {has} {shown(other)}" for key, (other, value) in lost.items()))
   return content
 
 
@@ -244,8 +238,7 @@ def _write_rotary(model: ModelConfig) -> dict[str, Any]:
     kind, names = ("yarn", _YARN) if model.rope_type == "yarn" else ("llama3", _LLAMA3)
     scaling = {"rope_type": kind} | {theirs: getattr(model, ours) for ours, theirs in names.items()}
     scaling["original_max_position_embeddings"] = model.original_max_position_embeddings
-    if model.rope_type == "yarn" and not model.rope_attention_scaling:
-      scaling["attention_factor"] = 1.0
+    scaling |= {"attention_factor": 1.0} if kind == "yarn" and not model.rope_attention_scaling else {}
   parameters = {"rope_theta": model.rope_max_timescale, "rope_type": "default"} | scaling
   content = {"rope_theta": model.rope_max_timescale, "rope_parameters": parameters}
   return content | ({"rope_scaling": scaling} if scaling else {})

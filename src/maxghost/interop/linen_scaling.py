@@ -7,21 +7,19 @@ power of two; otherwise each direction rounds once. docs/checkpoints.md says how
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from maxghost.checkpoint.compare import VALUE
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_store import LayoutError, TreePath, full_path
+from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, TreePath, full_path
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
-from maxghost.interop.convert import check_target, write_checkpoint
+from maxghost.interop.convert import check_target, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
-AnyPath = str | os.PathLike
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
 # Which power of the gradient a moment holds, by the name optax gives it; a weight holds power 0.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
@@ -35,8 +33,8 @@ def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> n
   """One query leaf, or a block of it, rescaled in float64 and rounded once to its own dtype."""
   power = next((_POWERS[name] for name in map(str, path) if name in _POWERS), None) if "opt_state" in path else 0
   if power is None:
-    known = ", ".join(_POWERS)
-    raise LayoutError(f"leaf {slash_path(path)}: it is not known how this state scales with gradients; known: {known}")
+    what = "it is not known how this state scales with gradients"
+    raise LayoutError(f"leaf {slash_path(path)}: {what}; known: {', '.join(_POWERS)}")
   factor, grows = float(head_dim) if power == 2 else math.sqrt(head_dim), (power == 0) == (to == MAXGHOST)
   wide = array.astype(np.float64)
   return (wide * factor if grows else wide / factor).astype(array.dtype)
@@ -61,23 +59,19 @@ def rescale_checkpoint(source: AnyPath, target_path: AnyPath, head_dim: int, to:
       raise LayoutError(f"head_dim={head_dim}, but the last dimension of {slash_path(path)} is {ref.shape[-1]}")
   plan.custom_metadata[RECORD]["values_from"] = to
 
-  def change(path: TreePath, block: np.ndarray) -> np.ndarray:
-    return rescale_leaf(path, block, head_dim, to) if is_query(path) else block
-
+  change = lambda path, block: rescale_leaf(path, block, head_dim, to) if is_query(path) else block  # noqa: E731
   rescaled = lambda row: row.kind == VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
-  write_checkpoint(checkpoint, plan, out, change=change, rngs=True, is_expected=rescaled)
+  with written(checkpoint, plan, out, change=change, rngs=True, is_expected=rescaled):
+    pass
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 
 
 @guarded("rescale")
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(
-    prog="maxghost checkpoint rescale",
-    description="Moves the attention factor 1/sqrt(head_dim) into or out of the query weights.",
-  )
-  parser.add_argument("--source_path", required=True)
-  parser.add_argument("--target_path", required=True)
-  parser.add_argument("--head_dim", type=int, required=True)
+  about = "Moves the attention factor 1/sqrt(head_dim) into or out of the query weights."
+  parser = Parser(prog="maxghost checkpoint rescale", description=about)
+  for name, kind in (("--source_path", str), ("--target_path", str), ("--head_dim", int)):
+    parser.add_argument(name, type=kind, required=True)
   parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
   options = vars(parser.parse(argv))
   rescale_checkpoint(options.pop("source_path"), **options)

@@ -5,7 +5,7 @@ one. Moments are matched by name (`mu`, `nu`, `trace`), so the number of optimiz
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Path, Ref, leaf_text
+from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Ref, leaf_text, whole
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, TreePath
 from maxghost.config.values import slash_path
 from maxghost.interop.convert import read_block
@@ -31,13 +31,9 @@ def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any
 
 
 def open_load(
-  path: str | os.PathLike | RawTree,
-  wanted: Mapping[str, Any],
-  *,
-  head_dim: int | None = None,
-  widen: bool = False,
+  path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, head_dim: int | None = None, widen: bool = False,
   say: Callable[[str], None] = print,
-) -> Callable[[], dict]:
+) -> Callable[[], dict]:  # fmt: skip
   """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
 
   Leaves that other programs' checkpoints lack (loop state, random keys) keep the array that `wanted` has there and are
@@ -54,16 +50,19 @@ def open_load(
   path, source = raw.origin, read_checkpoint(raw, ReadOptions(keep_unknown=True))
   model = layouts_store.tree_from_memory(wanted, "the model")
   target = read_checkpoint(model, ReadOptions(layout=MAXGHOST, scan_axis=0))
-  found = _Matcher(widen)
+  found, ours, theirs = _Matcher(widen), target.trees(), source.trees()
   found.match(target.params, source.params)
   unused = [leaf_text(leaf) for leaf, ref in source.params.leaves.items() if ref not in found.used]
-  found.match(target.aux, source.aux, optional=True)
-  found.match(_tree(target.loop_state.items()), _tree(source.loop_state.items()), optional=True)
+  for name in ("aux", "loop_state"):
+    found.match(ours[name], theirs[name], optional=True)
   if "optimizer" in wanted:
     for place, tree in target.moments.items():
-      found.match(tree, _moment(source, place), f"opt_state/{slash_path(place)}/")
-    found.match(_tree(target.opt_leaves.items()), _counts(target, source), "opt_state/")
-    found.match(_tree([((), target.step)]), _tree([((), source.step)]), "step", cast=True)
+      # That of the same place; else the only one of the same name.
+      named = [other for at, other in source.moments.items() if at[-1:] == place[-1:]]
+      moment = source.moments.get(place) or (named[0] if len(named) == 1 else ParamTree())
+      found.match(tree, moment, f"opt_state/{slash_path(place)}/")
+    found.match(ours["opt_state"], _counts(target, source), "opt_state/")
+    found.match(ours["step"], theirs["step"], "step", cast=True)
   if text := layouts_store.misfit(path, found.missing, unused, found.unlike):
     raise LayoutError(text)
   rescale = head_dim is not None and source.values_from == "maxtext"
@@ -108,9 +107,7 @@ class _Matcher:
   unlike: list[str] = field(default_factory=list)
   used: set[Ref] = field(default_factory=set)
 
-  def match(
-    self, target: ParamTree, source: ParamTree, prefix: str = "", *, optional: bool = False, cast: bool = False
-  ) -> None:
+  def match(self, target: ParamTree, source: ParamTree, prefix="", *, optional=False, cast=False) -> None:
     """optional: whether the source may lack arrays. cast: whether it may have any other dtype."""
     arrays: dict[StoredArray, list] = {}
     for leaf, ref in target.leaves.items():
@@ -123,7 +120,9 @@ class _Matcher:
         continue
       for _, leaf, ref in layers:
         part = source.leaves[leaf]
-        if part.shape != ref.shape or not (cast or self._holds(ref, part)):
+        floats = part.dtype.name in _FLOATS and ref.dtype.name in _FLOATS
+        widens = self.widen and floats and part.dtype.itemsize < ref.dtype.itemsize
+        if part.shape != ref.shape or not (cast or widens or part.dtype == ref.dtype):
           there, here = (f"{side.dtype}{list(side.shape)}" for side in (part, ref))
           self.unlike.append(f"{prefix}{leaf_text(leaf)} is {there} there and {here} in the model")
       parts = tuple(source.leaves[leaf] for _, leaf, _ in layers)
@@ -131,20 +130,6 @@ class _Matcher:
       first = layers[0][2]
       dtype = array.dtype.name if (cast or self.widen) and not array.key_impl else ""
       self.leaves.append(TargetLeaf(array.path, parts, None if first.index is None else first.axis, dtype))
-
-  def _holds(self, ref: Ref, part: Ref) -> bool:
-    floats = part.dtype.name in _FLOATS and ref.dtype.name in _FLOATS
-    return part.dtype == ref.dtype or (self.widen and floats and part.dtype.itemsize < ref.dtype.itemsize)
-
-
-def _tree(arrays: Iterable[tuple[Path, Any]]) -> ParamTree:
-  return ParamTree({(path, None): Ref(array) for path, array in arrays if isinstance(array, StoredArray)})
-
-
-def _moment(source: Checkpoint, place: Path) -> ParamTree:
-  """The moment tree of the same place; else the only one of the same name."""
-  named = [tree for other, tree in source.moments.items() if other[-1:] == place[-1:]]
-  return source.moments.get(place) or (named[0] if len(named) == 1 else ParamTree())
 
 
 def _counts(target: Checkpoint, source: Checkpoint) -> ParamTree:
@@ -154,7 +139,7 @@ def _counts(target: Checkpoint, source: Checkpoint) -> ParamTree:
     named = [array for other, array in source.opt_leaves.items() if other[-1] == path[-1]]
     equal = len({array.read(None).tobytes() for array in named}) == 1
     found[path] = source.opt_leaves.get(path, named[0] if equal else None)
-  return _tree(found.items())
+  return whole(found)
 
 
 def _look_up(tree: Any, path: TreePath) -> Any:

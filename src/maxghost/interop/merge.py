@@ -43,13 +43,10 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
   return settings, peft.stack(found, model, place.tree)
 
 
-def _as_stored(w: np.ndarray) -> np.ndarray:
-  return w
+_as_stored: Callable[[np.ndarray], np.ndarray] = lambda w: w  # noqa: E731
 
 
-def merged_array(
-  w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable[[np.ndarray], np.ndarray] = _as_stored
-) -> np.ndarray:
+def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable = _as_stored) -> np.ndarray:
   """held(w) [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]; in float32 or wider, rounded once."""
   wide = np.promote_types(np.promote_types(w.dtype, a.dtype), np.float32)
   product = a.astype(wide) @ b.astype(wide).reshape(*b.shape[: a.ndim - 1], -1)
@@ -69,9 +66,8 @@ def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: p
   """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits."""
   found, problems, checkpoint = peft.unstack(arrays, model), [], read_checkpoint(base, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
-    raise LayoutError(
-      f"{base.origin} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale"
-    )
+    said = f"{base.origin} holds query weights as MaxText wants them"
+    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale")
   held = _held_in_few_bits(model, settings.base_qtype) if settings.base_qtype else {}
   changed: dict[StoredArray, tuple[int, dict]] = {}  # the layer axis, and what each layer becomes
   for (path, layer), ref in checkpoint.params.leaves.items():
@@ -89,9 +85,8 @@ def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: p
   problems += [f"{base.origin} has no matrix for {path}, layer {layer}" for path, layer in found]
   if problems:
     raise LayoutError(*problems[:8])
-  return dataclasses.replace(base, nodes={
-    path: _changed_node(x, *changed[x]) if x in changed else x for path, x in base.nodes.items()
-  })  # fmt: skip
+  nodes = {path: _changed_node(x, *changed[x]) if x in changed else x for path, x in base.nodes.items()}
+  return dataclasses.replace(base, nodes=nodes)
 
 
 def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:

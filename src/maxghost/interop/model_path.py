@@ -29,12 +29,9 @@ class ModelPlace:
   def stop_ids(self) -> set[int]:
     """Tokens that end a text as generation_config.json or config.json names them; chat models have several."""
     folder = self.config_file.parent if self.config_file else self.tree
-    found: set[int] = set()
-    for file in (folder / "generation_config.json", folder / tokenizer_files.FOLDER / "generation_config.json"):
-      if file.is_file():
-        ids = read_json(file).get("eos_token_id")
-        found |= {number for number in (ids if isinstance(ids, list) else [ids]) if number is not None}
-    return found
+    files = (place / "generation_config.json" for place in (folder, folder / tokenizer_files.FOLDER))
+    found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
+    return {number for ids in found for number in (ids if isinstance(ids, list) else [ids]) if number is not None}
 
 
 def find(path: str | Path, key: str = "") -> ModelPlace:
@@ -72,25 +69,20 @@ def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
 
 def keep_huggingface(place: ModelPlace, cfg: Config, folder: Path) -> None:
   """Copies the config.json of the original model into a run's folder, so that an export needs only the run."""
-  file = huggingface_file(place, cfg)
-  if file and not (folder / HUGGINGFACE_FILE).exists():
+  if (file := huggingface_file(place, cfg)) and not (folder / HUGGINGFACE_FILE).exists():
     write_text(folder / HUGGINGFACE_FILE, file.read_text("utf-8"))
 
 
 def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
   """The keys for the tokenizer in a folder, {} without one. Raises ConfigError if it has more ids than vocab_size."""
-  if (folder / "tokenizer.json").is_file():
-    kind, path = "huggingface", str(folder)
-  elif (folder / "tokenizer.model").is_file():
-    kind, path = "sentencepiece", str(folder / "tokenizer.model")
-  else:
+  has_json, sentences = (folder / "tokenizer.json").is_file(), folder / "tokenizer.model"
+  if not has_json and not sentences.is_file():
     return {}
+  kind, path = ("huggingface", str(folder)) if has_json else ("sentencepiece", str(sentences))
   tokenizer = load_tokenizer(kind, path)
   if tokenizer.vocab_size > vocab_size:
-    raise LayoutError(
-      f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
-      f"{vocab_size - 1}: they do not belong together"
-    )
+    said = f"the tokenizer in {folder} has ids up to {tokenizer.vocab_size - 1}"
+    raise LayoutError(f"{said}, but the model's vocabulary ends at {vocab_size - 1}: they do not belong together")
   ends = {"add_bos": _begins_with_bos(folder, tokenizer), "add_eos": tokenizer.eos_id is not None}
   return {"tokenizer_type": kind, "tokenizer_path": path, **ends}
 
@@ -99,9 +91,9 @@ def _begins_with_bos(folder: Path, tokenizer) -> bool:
   """Whether the tokenizer itself puts its begin token before a text."""
   if tokenizer.bos_id is None:
     return False
-  said = folder / "tokenizer_config.json"
-  if said.is_file() and read_json(said).get("add_bos_token") is not None:
-    return bool(read_json(said)["add_bos_token"])
+  file = folder / "tokenizer_config.json"
+  if (said := read_json(file).get("add_bos_token") if file.is_file() else None) is not None:
+    return bool(said)
   if not (folder / "tokenizer.json").is_file():
     return True
   import tokenizers

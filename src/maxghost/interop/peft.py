@@ -106,10 +106,8 @@ class Place:
     """A and B of the (a, b) of each part. blocks: with an own A for each, else with that of the first."""
     a, b = parts[0][0], [b for _, b in parts]
     if blocks:
-      a, lead, last = np.concatenate([a for a, _ in parts], axis=-1), a.ndim - 2, len(b) - 1
-      b = [
-        np.concatenate([*[np.zeros_like(x)] * i, x, *[np.zeros_like(x)] * (last - i)], lead) for i, x in enumerate(b)
-      ]
+      a, lead, ones = np.concatenate([a for a, _ in parts], axis=-1), a.ndim - 2, np.eye(len(b), dtype=bool)
+      b = [np.concatenate([x if i else np.zeros_like(x) for i in row], lead) for row, x in zip(ones, b, strict=True)]
     b = self._columns(a.shape[-1]).to_tensor(b)
     if self.num_stacked:
       a, b = a.transpose(1, 0, 2).reshape(a.shape[1], -1), b.transpose(1, 0, 2).reshape(-1, b.shape[-1])
@@ -170,8 +168,8 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
     adapted.add(place.module)
     rank, unlike = _rank(place, settings, folder / CONFIG), len(wrong)
     for name, shape in zip(names, place.shapes(rank), strict=True):
-      text = f"{file}: {name} is {[*tensors[name].shape]}, rank {rank} and the model make it {[*shape]}"
-      wrong += [text] * (tensors[name].shape != shape)
+      if (there := tensors[name].shape) != shape:
+        wrong.append(f"{file}: {name} is {[*there]}, rank {rank} and the model make it {[*shape]}")
     try:
       a, b = (tensors[name].read(None) for name in names)
       parts = place.split(a, b, settings.rank) if len(wrong) == unlike else []
@@ -213,10 +211,8 @@ def _rank(place: Place, settings: Settings, origin: Path) -> int:
     own[name] = next((x for p, x in patterns.items() if re.match(rf"(.*\.)?({p})$", place.module)), own[name])
   scale, ranks = dataclasses.replace(settings, **own).scale, (settings.rank, settings.rank * len(place.rule.paths))
   if own["rank"] not in ranks or not math.isclose(scale, settings.scale, rel_tol=1e-6):
-    raise LayoutError(
-      f"{origin}: rank_pattern and alpha_pattern give {place.module} rank {own['rank']} and alpha {own['alpha']}; one "
-      f"rank ({settings.rank}) and scale ({settings.scale:g}) for all modules is read"
-    )
+    said = f"{origin}: rank_pattern and alpha_pattern give {place.module} rank {own['rank']} and alpha {own['alpha']}"
+    raise LayoutError(f"{said}; one rank ({settings.rank}) and scale ({settings.scale:g}) for all modules is read")
   return int(own["rank"])
 
 
@@ -228,9 +224,7 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
   return [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"] * bool(lost)
 
 
-def stack(
-  found: Mapping[Leaf, Mapping[int | None, np.ndarray]], model: ModelConfig, origin: Path
-) -> dict[str, np.ndarray]:
+def stack(found: Mapping[Leaf, Mapping[Any, np.ndarray]], model: ModelConfig, origin: Path) -> dict[str, np.ndarray]:
   """{label: array} of arrays by leaf and expert. Raises LayoutError where some layers or experts have no adapter."""
   held: dict[str, list[np.ndarray]] = {}
   cycle, depth = model.inhomogeneous_layer_cycle_interval, model.base_num_decoder_layers
@@ -265,17 +259,17 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   folder, found = full_path(folder), unstack(arrays, model)
   matrices = {path for rule, *_ in table(model) if rule.per_expert for path in rule.paths}
   experts = {path.removesuffix("_lora_a") for path, _ in found if path.endswith("_lora_a")}
-  parameters = None  # PEFT reads adapters of single experts only where all their matrices have one
-  if settings.config.get("target_parameters") or experts != matrices:
-    parameters = tuple({"down_proj" if path.endswith("/wo") else "gate_up_proj" for path in experts})
+  kinds = tuple({"down_proj" if path.endswith("/wo") else "gate_up_proj" for path in experts})
+  # PEFT reads adapters of single experts only where all their matrices have one.
+  parameters = kinds if settings.config.get("target_parameters") or experts != matrices else None
   held, used, problems, own = [], set(), [], set()
   for place in places(model, parameters):
     leaves = [leaf for pair in place.leaves for leaf in pair]
     lost, one = [leaf for leaf in leaves if leaf not in found], slice(None) if place.expert is None else place.expert
     used.update(leaves)
+    if 0 < len(lost) < len(leaves):
+      problems.append(f"{place.module} holds {', '.join(place.rule.paths)}; adapt all, {lost[0][0]} is missing")
     if lost:
-      text = f"{place.module} holds {', '.join(place.rule.paths)}; adapt all, {lost[0][0]} is missing"
-      problems += [text] * (len(lost) < len(leaves))
       continue
     held.append((place, [tuple(found[leaf][one] for leaf in pair) for pair in place.leaves]))
     if len({a.tobytes() for a, _ in held[-1][1]}) > 1 or _rank(place, settings, folder) > settings.rank:
@@ -283,9 +277,8 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   problems += [f"{path} is no adapter of a matrix of this model" for path, layer in found if (path, layer) not in used]
   if problems or not held:
     raise LayoutError(*[*dict.fromkeys(problems)][:8] or ["there is no adapter to write"])
-  tensors: dict[str, np.ndarray] = {}
-  for place, parts in held:
-    tensors |= zip(place.tensors, place.join(parts, place.rule.name in own), strict=True)
+  joined = [(place.tensors, place.join(parts, place.rule.name in own)) for place, parts in held]
+  tensors = {name: x for names, arrays in joined for name, x in zip(names, arrays, strict=True)}
   config = _config(model, settings, [place for place, _ in held], own, base)
   with new_folder(folder) as temporary:
     stored = [StoredArray((name,), x.shape, x.dtype, lambda _, x=x: x) for name, x in sorted(tensors.items())]

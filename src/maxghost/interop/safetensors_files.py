@@ -74,9 +74,8 @@ def _tensor(file: Path, opened: Any, name: str) -> StoredArray:
 def _unpacked(tensors: dict[str, StoredArray]) -> dict[str, StoredArray]:
   """The tensors, each pair of blocks and scales replaced by the matrix it stands for; decoded when it is read."""
   out = dict(tensors)
-  for name in [name for name in tensors if name.endswith(_BLOCKS)]:
-    base = name.removesuffix(_BLOCKS)
-    blocks, scales = out.pop(name), out.pop(base + _SCALES, None)
+  for base in [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]:
+    blocks, scales = out.pop(base + _BLOCKS), out.pop(base + _SCALES, None)
     if scales is None:
       raise LayoutError(f"{blocks.name} has no {base + _SCALES} beside it: the folder is half copied")
     out[base] = _matrix(base, blocks, scales)
@@ -86,15 +85,11 @@ def _unpacked(tensors: dict[str, StoredArray]) -> dict[str, StoredArray]:
 def _matrix(name: str, blocks: StoredArray, scales: StoredArray) -> StoredArray:
   fits = blocks.shape == (*scales.shape, _GROUP_BYTES) and len(scales.shape) == 3
   if not fits or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
-    raise LayoutError(
-      f"{blocks.name} is {blocks.dtype}{list(blocks.shape)} and its scales are {scales.dtype}{list(scales.shape)}; "
-      f"MXFP4 is uint8[experts, out, groups, {_GROUP_BYTES}] with uint8[experts, out, groups]"
-    )
+    said = f"{blocks.name} is {blocks.dtype}{list(blocks.shape)} and its scales are {scales.dtype}{list(scales.shape)}"
+    raise LayoutError(f"{said}; MXFP4 is uint8[experts, out, groups, {_GROUP_BYTES}] with uint8[experts, out, groups]")
   experts, outputs, groups = scales.shape
-  shape = (experts, groups * 2 * _GROUP_BYTES, outputs)
-  return StoredArray(
-    (name,), shape, np.dtype("bfloat16"), lambda index=None: decode(blocks.read(index), scales.read(index))
-  )
+  read = lambda index=None: decode(blocks.read(index), scales.read(index))  # noqa: E731
+  return StoredArray((name,), (experts, groups * 2 * _GROUP_BYTES, outputs), np.dtype("bfloat16"), read)
 
 
 def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -112,21 +107,16 @@ def write_tensors(folder: Path, tensors: list[StoredArray], shard_bytes: int, si
   size = 0  # of the last shard
   for tensor in tensors:
     if shards[-1] and size + tensor.nbytes > shard_bytes:
-      shards.append([])
-      size = 0
+      shards, size = [*shards, []], 0
     shards[-1].append(tensor)
     size += tensor.nbytes
-  if len(shards) == 1:
-    _write_file(folder / single, shards[0])
-    return
-  weight_map = {}
-  for number, shard in enumerate(shards, 1):
-    name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+  names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+  for name, shard in zip(names if shards[1:] else [single], shards, strict=True):
     _write_file(folder / name, shard)
-    weight_map |= {tensor.name: name for tensor in shard}
-  total = sum(tensor.nbytes for tensor in tensors)
-  index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-  write_json(folder / INDEX, index, indent=2)
+  if shards[1:]:
+    weight_map = sorted((tensor.name, name) for name, shard in zip(names, shards, strict=True) for tensor in shard)
+    total = sum(tensor.nbytes for tensor in tensors)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)}, indent=2)
 
 
 def _write_file(file: Path, tensors: list[StoredArray]) -> None:
@@ -144,5 +134,4 @@ def _write_file(file: Path, tensors: list[StoredArray]) -> None:
   with write_whole(file, durable=False) as out:
     out.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
-      values = np.ascontiguousarray(tensor.read(None))
-      out.write(values.reshape(-1).view(np.uint8).data)
+      out.write(np.ascontiguousarray(tensor.read(None)).reshape(-1).view(np.uint8).data)

@@ -25,8 +25,8 @@ BATCH_ARRAYS = tuple(f"{kind}{part}" for kind in ("inputs", "targets") for part 
 class Objective(abc.ABC):
   """A loss function `objective(model, batch) -> (losses [B, T], weights [B, T])` with its properties.
 
-  Subclasses define the losses; every other method has a default. To add one, subclass and add a line to
-  `config.plugins.OBJECTIVES` (or call `objectives.register`).
+  Subclasses define the losses; every other method has a default. To add one, subclass, set the class variables and call
+  `objectives.register` (a built-in one has those of its line in `config.plugins.OBJECTIVES` instead).
 
   name: its name in the config's `objective` and the score log. schedules: values of ghost_schedule that can score it.
   rows_per_unit: number of adjacent rows that form a unit and stay together; 1 where rows are independent.
@@ -49,6 +49,10 @@ class Objective(abc.ABC):
   validated_by: ClassVar[str] = ""
   samples: ClassVar[bool] = False
   maxima: ClassVar[tuple[str, ...]] = ()
+
+  def __init_subclass__(cls, **options: Any):
+    super().__init_subclass__(**options)
+    plugins.describe("objective", cls)
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
@@ -172,10 +176,9 @@ class PlainLoss(Objective):
     found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
     shapes = [jnp.shape(x) for x in found]
     if len(shapes) > 2 or len(set(shapes)) != 1 or len(shapes[0]) not in (1, 2) or shapes[0][0] != rows:
-      raise ValueError(
-        f"the loss function returns arrays of the shapes {', '.join(map(str, shapes)) or 'none'} for a batch of {rows} "
-        f"rows: return (losses, weights), or losses alone, each of shape ({rows},) or ({rows}, positions)"
-      )
+      said = f"the loss function returns the shapes {', '.join(map(str, shapes)) or 'none'} for a batch of {rows} rows"
+      wanted = f"return (losses, weights), or losses alone, each of shape ({rows},) or ({rows}, positions)"
+      raise ValueError(f"{said}: {wanted}")
     return found if len(found) == 2 else (found[0], jnp.ones_like(found[0]))
 
 

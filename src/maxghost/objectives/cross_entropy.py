@@ -39,6 +39,11 @@ def label_of(logits, targets):
   return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 
 
+def log1mexp(x) -> Any:
+  """log(1 - exp(x)) for x <= 0, that of the next smaller number for 0."""
+  return jax.nn.log1mexp(jnp.maximum(-x, jnp.finfo(x.dtype).eps))
+
+
 def loss_of(log_sum, label, z_loss: float):
   return log_sum - label + z_loss * log_sum**2 if z_loss else log_sum - label
 

@@ -18,7 +18,7 @@ from maxghost.config import Config
 from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, open_logits
 from maxghost.data.types import Batch
 from maxghost.models.layers import Hidden
-from maxghost.objectives.cross_entropy import token_losses
+from maxghost.objectives.cross_entropy import log1mexp, token_losses
 from maxghost.objectives.next_token import LanguageModelLoss
 
 
@@ -29,10 +29,6 @@ class Distillation(LanguageModelLoss):
   folder: of `TeacherLogits`, which then stand for the teacher; top_k is a number, and dtype that of the logits.
   """
 
-  name = "distill"
-  schedules = ("two_pass", "reverse_scan")
-  reference = "teacher"
-  perplexity = False
   alpha: float = 0.5
   temperature: float = 1.0
   kl: str = "forward"
@@ -93,13 +89,8 @@ class Distillation(LanguageModelLoss):
     else:
       teacher = teacher - batch[LOG_SUM].astype(student.dtype)[..., None]
       student = jnp.take_along_axis(student, batch[IDS], -1)
-      if teacher.shape[-1] < logits_BTV.shape[-1]:
-        student, teacher = (jnp.concatenate([x, _rest(x)], -1) for x in (student, teacher))
+      if teacher.shape[-1] < logits_BTV.shape[-1]:  # with the log-probability of all entries that are not there
+        rest = (log1mexp(jax.nn.logsumexp(x, -1, keepdims=True)) for x in (student, teacher))
+        student, teacher = (jnp.concatenate(pair, -1) for pair in zip((student, teacher), rest, strict=True))
     first, second = (teacher, student) if self.kl == "forward" else (student, teacher)
     return jnp.sum(jnp.exp(first) * (first - second), -1)
-
-
-def _rest(logp):
-  """Log-probability of all entries that are not there, [..., 1]."""
-  there = jax.nn.logsumexp(logp, -1, keepdims=True)
-  return jax.nn.log1mexp(jnp.maximum(-there, jnp.finfo(logp.dtype).eps))

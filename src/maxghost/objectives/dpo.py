@@ -15,7 +15,7 @@ B = 2 U rows, T positions, S segments of a row; arrays [U, 2, S] have the chosen
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from maxghost.data.packing import REFERENCE
 from maxghost.data.types import Batch
 from maxghost.models import autodiff
 from maxghost.models.layers import Hidden
+from maxghost.objectives.cross_entropy import log1mexp
 from maxghost.objectives.next_token import LanguageModelLoss
 
 
@@ -38,13 +39,7 @@ class PreferenceLoss(LanguageModelLoss):
   A token of a response has its pair's loss and its part of the pair's weight, which is 1 in all.
   """
 
-  name = "dpo"
-  schedules = ("two_pass", "reverse_scan")
-  rows_per_unit = 2
-  records = "pairs"
   parts = ("chosen", "rejected")
-  reference = "start"
-  perplexity = False
   algo: str = "sigmoid"
   beta: float = 0.1
   label_smoothing: float = 0.0
@@ -131,7 +126,7 @@ class PreferenceLoss(LanguageModelLoss):
     if self.algo == "hinge":
       return jax.nn.relu(1 - beta * h_US)
     if self.algo == "orpo":
-      odds_US = h_US - (_log1mexp(chosen_US) - _log1mexp(rejected_US))
+      odds_US = h_US - (log1mexp(chosen_US) - log1mexp(rejected_US))
       return -chosen_US - self.orpo_lambda * jax.nn.log_sigmoid(odds_US)
     z_US = beta * h_US - (self.simpo_gamma if self.algo == "simpo" else 0)
     flipped = -smoothing if self.algo == "robust" else smoothing
@@ -159,13 +154,6 @@ class PreferenceLoss(LanguageModelLoss):
 class Margin(PreferenceLoss):
   """log p(rejected) - log p(chosen), summed over tokens: a contribution is a rise of the margin, in nats."""
 
-  name, reference = "margin", ""
-
   @classmethod
   def of(cls, cfg: Config) -> Self:
     return dataclasses.replace(super().of(cfg), algo="margin", beta=1.0)
-
-
-def _log1mexp(x) -> Any:
-  """log(1 - exp(x)) for x <= 0, that of the next smaller number for 0."""
-  return jax.nn.log1mexp(jnp.maximum(-x, jnp.finfo(x.dtype).eps))

@@ -37,13 +37,6 @@ class PolicyLoss(LanguageModelLoss):
   rows (`training.rollouts` makes them). With grpo_beta it also gets `reference_logps` [B, T].
   """
 
-  name = "grpo"
-  schedules = ("two_pass", "reverse_scan")
-  records = "conversations"
-  reference = "start"
-  perplexity = False
-  validated_by = "sft"
-  samples = True
   maxima = (*LanguageModelLoss.maxima, "policy/max_ratio_error")
   epsilon_low: float = 0.2
   epsilon_high: float = 0.2
@@ -101,6 +94,4 @@ class PolicyLoss(LanguageModelLoss):
   def divergences(self, logps_BT, reference_BT, ratio_BT, counts_BT):
     """The estimate of KL(model || reference) at each token that counts."""
     log_BT = jnp.where(counts_BT, logps_BT - reference_BT, 0)
-    if self.divergence == "k2":
-      return jnp.square(log_BT) / 2
-    return ratio_BT * (jnp.exp(-log_BT) + log_BT - 1)
+    return jnp.square(log_BT) / 2 if self.divergence == "k2" else ratio_BT * (jnp.exp(-log_BT) + log_BT - 1)

@@ -27,7 +27,6 @@ class LanguageModelLoss(StagedLoss):
   vocabulary (`tile_axis`). mtp_weight: of the losses of further tokens (`multi_token`).
   """
 
-  name = "next_token"
   maxima = ("max_logits_LH",)
   z_loss_multiplier: float = 0.0
   dropout_key: jax.Array | None = None

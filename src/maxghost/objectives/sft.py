@@ -9,9 +9,6 @@ from maxghost.objectives.next_token import LanguageModelLoss
 class FineTuning(LanguageModelLoss):
   """Cross-entropy of the tokens that the data gives a weight; the data gives prompts none."""
 
-  name = "sft"
-  records = "conversations"
-
   def batch_spec(self, num_rows, length):
     shape = jax.ShapeDtypeStruct((num_rows, length), np.float32)
     return super().batch_spec(num_rows, length) | {"targets_weights": shape}

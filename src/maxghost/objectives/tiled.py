@@ -8,7 +8,6 @@ Source of the online log-sum-exp: Milakov and Gimelshein, arXiv:1805.02867.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -235,9 +234,7 @@ def _backward_vocab(head, x, w, targets_BT, log_sum_BT, g_BT, gradients, visit, 
   return sums | {"w": _joined(d_w_n, axis + 1, axis, size) if gradients else None}
 
 
-def backward(
-  head: Head, x_BTD, w, targets_BT, log_sum_BT, g_BT, *, gradients=True, visit: Callable | None = None, extra=None
-):
+def backward(head: Head, x_BTD, w, targets_BT, log_sum_BT, g_BT, *, gradients=True, visit: Any = None, extra=None):
   """Returns (gradient of x in x's dtype, gradient of w in w's dtype, visited) for the losses' cotangent g_BT.
 
   visit: called as visit(x_tile, delta_tile, extra) in every tile, with the projection's input and its output's

@@ -34,14 +34,9 @@ def register(rule: type[UpdateRule]) -> type[UpdateRule]:
 def facts(rule: type[UpdateRule], target: str | type) -> plugins.Optimizer:
   """The entry of a rule in `config.plugins`."""
   return plugins.Optimizer(
-    target,
-    rule.schedules,
-    rule.direction,
-    rule.columns,
-    by_segment=rule.by_segment,
-    elementwise=rule.elementwise,
+    target, rule.schedules, rule.direction, rule.columns, by_segment=rule.by_segment, elementwise=rule.elementwise,
     offers=tuple(name for name in plugins.OF_STEP if getattr(rule, name) is not getattr(UpdateRule, name)),
-  )
+  )  # fmt: skip
 
 
 def create(cfg: OptimizerConfig) -> UpdateRule:

@@ -20,13 +20,8 @@ class AdamW(UpdateRule):
   v_t = b2 v_{t-1} + (1 - b2) (clip_factor g)^2, which contains *this* step's gradient g.
   """
 
-  name = "adamw"
-  direction = "adam"
-  columns = ("momentum", "weight_decay")
   state_keys: ClassVar = {"first_moment": "mu", "second_moment": "nu"}
   num_scalars = 3
-  by_segment = True
-  elementwise = True
 
   b1: float = 0.9
   b2: float = 0.95

@@ -150,9 +150,9 @@ class Elementwise(Response):
 class UpdateRule(abc.ABC):
   """An optimizer: its optax transformation, and the response of its update to a gradient.
 
-  A rule is static: a frozen, hashable dataclass of constants, without arrays. To add one, subclass, set the class
-  variables, write the abstract methods and add a line to `config.plugins.OPTIMIZERS` (or call `optimizers.register`).
-  Arrays may have leading stack axes in every method.
+  A rule is static: a frozen, hashable dataclass of constants, without arrays. To add one, subclass, write the abstract
+  methods, and set the class variables and call `optimizers.register` (a built-in rule has those of its line in
+  `config.plugins.OPTIMIZERS` instead). Arrays may have leading stack axes in every method.
 
   name: its opt_type. direction: the ghost_direction of its response, which `auto` selects; None: it has none.
   columns: names of its own ledger columns, in order. state_keys: {name: field of the optax state} of the arrays kept
@@ -170,6 +170,10 @@ class UpdateRule(abc.ABC):
   elementwise: ClassVar[bool] = False
   schedules: ClassVar[tuple[str, ...]] = plugins.SCHEDULES
   identity: ClassVar[bool] = False  # P_t = 1, so that a direction does not depend on the gradient
+
+  def __init_subclass__(cls, **options: Any):
+    super().__init_subclass__(**options)
+    plugins.describe("opt_type", cls)
 
   @classmethod
   @abc.abstractmethod

@@ -43,12 +43,8 @@ class Muon(UpdateRule):
   All scores go along the path. matrices: pairs (label, Matrix), from `of_params`. nodes: of the path's quadrature.
   """
 
-  name = "muon"
-  direction = "path"
-  columns = ("momentum", "weight_decay")
   state_keys: ClassVar = {"first_moment": "mu", "second_moment": "nu"}
   num_scalars = 4
-  by_segment = True
 
   beta: float = 0.95
   weight_decay: float = 0.0
@@ -70,21 +66,15 @@ class Muon(UpdateRule):
   @property
   def others(self) -> UpdateRule:
     """The rule that scores all parameters that are no matrix."""
-    return self.adam.path()
-
-  def of_matrix(self, *fields) -> "PathResponse":
-    """The response of a matrix; fields: those of `PathResponse` after the rule."""
-    return PathResponse(self, *fields)
+    return self.adam.marginal() if self.direction == "marginal" else self.adam.path()
 
   def of_params(self, params: nnx.State) -> "Muon":
     found = {slash_path(path): (variable, Matrix.of(variable)) for path, variable in nnx.to_flat_state(params)}
     for label, (variable, matrix) in found.items():
       _check_label(label, matrix, variable.shape)
     if not any(matrix for _, matrix in found.values()):
-      raise ConfigError(
-        f"opt_type=muon makes the updates of matrices orthogonal, but none of the parameters to train is one: "
-        f"{', '.join(found) or 'there are none'}; use opt_type=adamw"
-      )
+      said = "opt_type=muon makes the updates of matrices orthogonal, but none of the parameters to train is one"
+      raise ConfigError(f"{said}: {', '.join(found) or 'there are none'}; use opt_type=adamw")
     return dataclasses.replace(self, matrices=tuple((label, matrix) for label, (_, matrix) in found.items() if matrix))
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
@@ -122,9 +112,8 @@ class Muon(UpdateRule):
     def update(updates, state, params=None):
       moved, after, momentum = {}, {}, by_label(state.mu)
       for label, g in by_label(updates).items():
-        matrix = labels[label]
-        step = functools.partial(self.moved, matrix, state.count)
-        moved[label], after[label] = _each_layer(step, matrix.stacked, g, momentum[label])
+        step = functools.partial(self.moved, labels[label], state.count)
+        moved[label], after[label] = _each_layer(step, labels[label].stacked, g, momentum[label])
       return _like(updates, moved), Momentum(state.count + 1, _like(state.mu, after))
 
     decay, rate = optax.add_decayed_weights(self.weight_decay), optax.scale_by_learning_rate(learning_rate)
@@ -132,10 +121,9 @@ class Muon(UpdateRule):
 
   def moved(self, matrix: Matrix, count, g, momentum):
     """(D, the momentum after the step) of one layer's matrices [..., *rows, *columns], by optax."""
+    own = {"beta": self.beta, "eps": self.adam.eps, "mu_dtype": momentum.dtype}
     axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # of the matrix view
-    optimizer = optax.contrib.scale_by_muon(
-      beta=self.beta, eps=self.adam.eps, mu_dtype=momentum.dtype, weight_dimension_numbers=axes
-    )
+    optimizer = optax.contrib.scale_by_muon(**own, weight_dimension_numbers=axes)
     shape, wide = g.shape, jnp.promote_types(g.dtype, jnp.float32)
     g, momentum = (_placed(matrix, x) for x in (g.astype(wide), momentum))
     direction: Any
@@ -186,7 +174,8 @@ class Muon(UpdateRule):
     depth = gradient.ndim - parameter.groups - parameter.matrix.rows - parameter.matrix.columns
     clip_factor, count = scalars[0].astype(wide), scalars[-1].astype(jnp.int32)
     g = clip_factor * gradient.astype(wide)
-    return self.of_matrix(parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
+    of_matrix = MarginalResponse if self.direction == "marginal" else PathResponse
+    return of_matrix(self, parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     if isinstance(response, PathResponse):
@@ -253,7 +242,9 @@ class PathResponse(Response):
       pull = linear(step, node * g)
       return total + weight * jax.vmap(lambda x: pull(x)[0])(x_K), None
 
-    total, _ = jax.lax.scan(along, jnp.zeros_like(x_K), _gauss(self.rule.nodes, g.dtype))
+    nodes, weights = np.polynomial.legendre.leggauss(self.rule.nodes)  # on [-1, 1]
+    points = jnp.asarray((nodes + 1) / 2, g.dtype), jnp.asarray(weights / 2, g.dtype)
+    total, _ = jax.lax.scan(along, jnp.zeros_like(x_K), points)
     total = jnp.where(at_rest[None], 0, total)
     either = lambda: jnp.where(jumps[None], self._from_rest(g, x_K), total)  # noqa: E731
     return jax.lax.cond(jnp.any(jumps), either, lambda: total)
@@ -290,20 +281,12 @@ class MuonMarginal(Muon):
 
   direction = "marginal"
 
-  @property
-  def others(self) -> UpdateRule:
-    return self.adam.marginal()
-
-  def of_matrix(self, *fields) -> PathResponse:
-    return MarginalResponse(self, *fields)
-
 
 def _check_label(label: str, matrix: Matrix | None, shape: tuple[int, ...]) -> None:
   if matrix is None and len(shape) >= 2:
-    raise ConfigError(
-      f"opt_type=muon: {label} {list(shape)} does not say whether it is a matrix: give the Param the metadata matrix=("
-      "input axes, output axes), the numbers of its last axes, such as matrix=(1, 1), or matrix=() to leave it to AdamW"
-    )
+    said = f"opt_type=muon: {label} {list(shape)} does not say whether it is a matrix: give the Param the metadata"
+    form = "matrix=(input axes, output axes), the numbers of its last axes, such as matrix=(1, 1)"
+    raise ConfigError(f"{said} {form}, or matrix=() to leave it to AdamW")
 
 
 def _each_layer(function: Callable, depth: int, *arrays):
@@ -331,9 +314,3 @@ def _like(tree, labelled: dict[str, Any]):
   """A tree of the same paths with the arrays of {label: array}."""
   name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
   return jax.tree.map_with_path(lambda path, _: labelled[name(path)], tree)
-
-
-def _gauss(count: int, dtype) -> tuple[jax.Array, jax.Array]:
-  """(nodes, weights) of the Gauss-Legendre quadrature on [0, 1]."""
-  nodes, weights = np.polynomial.legendre.leggauss(count)
-  return jnp.asarray((nodes + 1) / 2, dtype), jnp.asarray(weights / 2, dtype)

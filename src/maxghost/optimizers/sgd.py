@@ -18,11 +18,6 @@ class Sgd(UpdateRule):
   Its ledger has AdamW's columns, so that runs can be compared; without momentum both are 0.
   """
 
-  name = "sgd"
-  direction = "sgd"
-  columns = ("momentum", "weight_decay")
-  by_segment = True
-  elementwise = True
   identity = True
 
   @classmethod

@@ -23,14 +23,11 @@ def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
     after = optax.cosine_decay_schedule(peak, max(rest - 1, 1), cfg.learning_rate_final_fraction)
   elif cfg.lr_schedule_type == "wsd":
     decay = max(int(steps * cfg.wsd_decay_steps_fraction), 1)
-    after = optax.join_schedules(
-      [optax.constant_schedule(peak), optax.linear_schedule(peak, final, max(decay - 1, 1))], [rest - decay]
-    )
+    down = optax.linear_schedule(peak, final, max(decay - 1, 1))
+    after = optax.join_schedules([optax.constant_schedule(peak), down], [rest - decay])
   else:
     after = optax.constant_schedule(peak)
-  if warmup == 0:
-    return after
-  return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+  return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
 
 
 def clip(grads, threshold: float):

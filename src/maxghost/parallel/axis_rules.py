@@ -43,10 +43,8 @@ class AxisRules:
       for axis in axes if names is None or name in names else ():
         if axis not in self.sizes:
           needed = f", which {label} needs," if label else ""
-          raise ConfigError(
-            f"logical_axis_rules: the row of '{name}'{needed} names mesh axis '{axis}'"
-            f"{did_you_mean(axis, self.sizes)}; mesh axes are {', '.join(self.sizes)}"
-          )
+          said = f"logical_axis_rules: the row of '{name}'{needed} names mesh axis"
+          raise ConfigError(f"{said} '{axis}'{did_you_mean(axis, self.sizes)}; mesh axes are {', '.join(self.sizes)}")
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -68,28 +66,18 @@ class AxisRules:
     return math.prod(self.sizes[axis] for axis in axes)
 
   def assign(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> tuple[tuple[str, ...], ...]:
-    """Assigns mesh axes to a tensor. The batch dimension gets as many of its leading mesh axes as divide it.
+    """The mesh axes of each dimension of a tensor; of the batch dimension, as many leading ones as divide it.
 
-    Args:
-      axes: logical names; None for a dimension that is never split.
-      shape: of the tensor.
-      label: the tensor's path, for messages.
-
-    Returns:
-      The mesh axes of each dimension, () if it is not split.
-
-    Raises:
-      ConfigError: see the module docstring.
+    axes: logical names; None for a dimension that is never split. label: the tensor's path, for messages. Raises
+    ConfigError, see the module docstring.
     """
     if len(axes) != len(shape):
       raise ConfigError(f"{label} has shape {tuple(shape)}, but {len(axes)} logical axes: {_listed(axes)}")
     known = self.names
     for name in axes:
       if name is not None and name not in known:
-        raise ConfigError(
-          f"axis '{name}' of {label} has no rule{did_you_mean(name, known)}; add [{name}, [MESH AXIS]] to "
-          f"logical_axis_rules, or [{name}, []] to keep it whole"
-        )
+        said = f"axis '{name}' of {label} has no rule{did_you_mean(name, known)}"
+        raise ConfigError(f"{said}; add [{name}, [MESH AXIS]] to logical_axis_rules, or [{name}, []] to keep it whole")
     self.check(axes, label)
     found: dict[int, tuple[str, ...]] = {}
     spent: set[str] = set()
@@ -100,11 +88,9 @@ class AxisRules:
           spent.update(wanted)
     for i, axis in enumerate(axes):
       if axis is not None and i not in found:
-        wanted = [", ".join(row) for name, row in self.rows if name == axis]
-        raise ConfigError(
-          f"{label} with axes {_listed(axes)}: axis '{axis}' wants mesh axes {' or '.join(wanted)}, which another "
-          f"dimension of it has; add a row for '{axis}' to logical_axis_rules with other mesh axes, or with []"
-        )
+        wanted = " or ".join(", ".join(row) for name, row in self.rows if name == axis)
+        said = f"{label} with axes {_listed(axes)}: axis '{axis}' wants mesh axes {wanted}, which another dimension has"
+        raise ConfigError(f"{said}; add a row for '{axis}' to logical_axis_rules with other mesh axes, or with []")
     return tuple(found.get(i, ()) for i in range(len(axes)))
 
   def _dividing(self, name: str, axes: tuple[str, ...], size: int, label: str) -> tuple[str, ...]:
@@ -112,12 +98,10 @@ class AxisRules:
       return axes
     if name == BATCH:  # for few validation rows: the mesh axes that do not divide them hold copies
       return self.leading(axes, size)
-    fit = math.gcd(size, self.parts(axes))
     meshes = " x ".join(f"{axis} {self.sizes[axis]}" for axis in axes)
-    raise ConfigError(
-      f"{label}: axis '{name}' of size {size} does not divide over {meshes} = {self.parts(axes)} devices; use at most "
-      f"{fit} of them there, or give it other mesh axes, such as logical_axis_rules=[[{name}, []]]"
-    )
+    said = f"{label}: axis '{name}' of size {size} does not divide over {meshes} = {self.parts(axes)} devices"
+    use = f"use at most {math.gcd(size, self.parts(axes))} of them there, or give it other mesh axes"
+    raise ConfigError(f"{said}; {use}, such as logical_axis_rules=[[{name}, []]]")
 
   def leading(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """The most leading mesh axes whose sizes together divide `size`."""
@@ -127,8 +111,7 @@ class AxisRules:
 
 
 def make_rules(own: Sequence[Rule], override: bool, sizes: Mapping[str, int]) -> AxisRules:
-  """The user's rules, then the default rules of other names. override: only the user's. With DiLoCo also that of its
-  own axis."""
+  """The user's rules, then the default rules of other names (not with `override`), with DiLoCo also its axis's own."""
   named = {name for name, _ in own}
   defaults = () if override else tuple(row for row in DEFAULT_RULES if row[0] not in named)
   apart = ((APART, (APART,)),) if APART in sizes else ()

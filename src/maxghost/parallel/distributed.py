@@ -49,10 +49,8 @@ def start(cfg: ParallelConfig) -> None:
   alone = not cfg.processes and any(os.environ.get(name) == value for name, value in ALONE.items())
   if not hinted or alone:
     if cfg.jax_distributed == "on":
-      raise ConfigError(
-        "jax_distributed=on: no other processes are known; start with srun, mpirun or on a TPU pod, or give "
-        "jax_distributed=HOST:PORT,K/N to process K of N"
-      )
+      said = "jax_distributed=on: no other processes are known; start with srun, mpirun or on a TPU pod"
+      raise ConfigError(f"{said}, or give jax_distributed=HOST:PORT,K/N to process K of N")
     return
   timeout, heartbeat = cfg.jax_distributed_timeouts
   given: dict[str, Any] = dict(zip(names, cfg.processes or rendezvous.of_launcher() or (), strict=False))
@@ -70,19 +68,12 @@ def start(cfg: ParallelConfig) -> None:
     if given or cfg.jax_distributed == "on":
       raise ConfigError(f"jax_distributed: {error}") from error
   except RuntimeError as error:
-    where = given.get("coordinator_address", "the address that JAX detected")
-    raise ConfigError(
-      f"jax_distributed: the processes of the run did not all meet at {where} within {timeout} s "
-      f"({_first_line(error)}); start all of them, with the same address and number of processes"
-    ) from error
+    where = f"{given.get('coordinator_address', 'the address that JAX detected')} within {timeout} s"
+    said = f"jax_distributed: the processes of the run did not all meet at {where} ({_first_line(error)})"
+    raise ConfigError(f"{said}; start all of them, with the same address and number of processes") from error
 
 
-def index() -> int:
-  return jax.process_index()
-
-
-def count() -> int:
-  return jax.process_count()
+index, count = jax.process_index, jax.process_count
 
 
 def is_first() -> bool:
@@ -119,17 +110,11 @@ def check_same_config(cfg: Config) -> None:
     return
   # Process 0's values are used after a round trip through JSON, like the others'. jax_distributed may differ.
   said = gather([time.time(), {k: v for k, v in cfg.flat().items() if k != "jax_distributed"}])
-  clocks, configs = zip(*said, strict=True)
-  problems = [
-    f"{key}={there} in process {number}, {configs[0].get(key)} in process 0; start all with the same keys"
-    for number, other in enumerate(configs)
-    for key, there in other.items()
-    if there != configs[0].get(key)
-  ]
-  if problems:
-    raise ConfigError(*problems[:8])
-  skew = max(clocks) - min(clocks)
-  if is_first() and skew > MOST_SKEW:
+  clocks, (first, *others) = zip(*said, strict=True)
+  unlike = ((i, key, x) for i, other in enumerate(others, 1) for key, x in other.items() if x != first.get(key))
+  if problems := [f"{key}={x} in process {i}, {first.get(key)} in process 0" for i, key, x in unlike]:
+    raise ConfigError(*(f"{problem}; start all with the same keys" for problem in problems[:8]))
+  if is_first() and (skew := max(clocks) - min(clocks)) > MOST_SKEW:
     late = f"maxghost: note: the clock of process {int(np.argmin(clocks))} is {skew:.0f} s behind"
     print(f"{late}; times in files will not agree", file=sys.stderr)
 

@@ -98,9 +98,8 @@ def _arranged(devices: list, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.n
     if math.prod(dcn) > 1:
       return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
     return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
-  array = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
-  count = len(ici)
-  array = array.transpose([axis for i in range(count) for axis in (i, count + i)])
+  order = [axis for i in range(len(ici)) for axis in (i, len(ici) + i)]
+  array = np.asarray(devices, dtype=object).reshape(*dcn, *ici).transpose(order)
   return array.reshape([a * b for a, b in zip(dcn, ici, strict=True)])
 
 

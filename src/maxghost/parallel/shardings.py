@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -61,9 +62,7 @@ class Layout:
     return self.abstract_platform or self.mesh.devices.flat[0].platform
 
   def sharding(self, spec: PartitionSpec) -> Sharding:
-    if self.num_devices == 1:
-      return SingleDeviceSharding(self.mesh.devices.flat[0])
-    return NamedSharding(self.mesh, spec)
+    return NamedSharding(self.mesh, spec) if self.num_devices > 1 else SingleDeviceSharding(self.mesh.devices.flat[0])
 
   def spec(self, axes: Sequence[str | None], shape: Sequence[int], label: str) -> PartitionSpec:
     """The PartitionSpec of a tensor. Raises ConfigError, see `AxisRules.assign`."""
@@ -79,10 +78,9 @@ class Layout:
 
   def rows(self, num_rows: int, apart: bool = False) -> Sharding:
     """The sharding of batch arrays [B, ...]. apart: of rows that slices which train apart share out (DiLoCo)."""
-    if apart and self.apart > 1:
-      of_slice = self.rules.leading(self.rules.batch_axes, num_rows // self.apart)
-      return self.sharding(partition_spec(((APART, *of_slice),)))
-    return self.sharding(partition_spec((self.rules.leading(self.rules.batch_axes, num_rows),)))
+    own = (APART,) if apart and self.apart > 1 else ()
+    axes = self.rules.leading(self.rules.batch_axes, num_rows // self.apart if own else num_rows)
+    return self.sharding(partition_spec(((*own, *axes),)))
 
   @property
   def apart(self) -> int:
@@ -116,10 +114,8 @@ class Layout:
   def _over_data(self, parts: tuple, shape: Sequence[int]) -> tuple:
     """The same with mesh axis data on the largest dimension that it divides; unchanged if it divides none."""
     size = self.rules.sizes.get("data", 1)
-    if size == 1 or any("data" in axes for axes in parts):
-      return parts
     fits = [i for i, n in enumerate(shape) if n % (self.rules.parts(parts[i]) * size) == 0]
-    if not fits:
+    if size == 1 or not fits or any("data" in axes for axes in parts):
       return parts
     best = max(fits, key=lambda i: shape[i] // self.rules.parts(parts[i]))
     return tuple((*axes, "data") if i == best else axes for i, axes in enumerate(parts))
@@ -139,9 +135,7 @@ class Layout:
 
   def _variable_sharding(self, path: tuple, variable: nnx.Variable) -> Sharding:
     spec, kind = self.variable_spec(path, variable), getattr(variable.get_value().sharding, "memory_kind", None)
-    if kind == HOST:
-      return NamedSharding(self.mesh, spec, memory_kind=kind)
-    return self.sharding(spec)
+    return NamedSharding(self.mesh, spec, memory_kind=kind) if kind == HOST else self.sharding(spec)
 
   def put(self, arrays: dict[str, np.ndarray], num_rows: int | None = None) -> dict[str, jax.Array]:
     """Batch arrays of `num_rows` rows over all processes, from the rows of this one; None: every process has all."""
@@ -163,19 +157,10 @@ def setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
     variable.reset(token)
 
 
-def use(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
-  """Makes this the current layout, which `constrain` uses."""
-  return setting(_current, layout)
-
-
-def current() -> Layout | None:
-  """The layout that a function is traced for; None if none is set."""
-  return _current.get()
-
-
-def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
-  """Chooses kernels for 'cpu', 'gpu' or 'tpu', to compile ahead of time on a machine without the device."""
-  return setting(_target, platform)
+use = functools.partial(setting, _current)  # a layout, or None: the current one, which `constrain` uses
+current: Callable[[], Layout | None] = _current.get  # the layout that a function is traced for
+# Chooses kernels for 'cpu', 'gpu' or 'tpu', to compile ahead of time on a machine without the device.
+tracing_for = functools.partial(setting, _target)
 
 
 def platform() -> str:
@@ -188,8 +173,7 @@ def num_parts(axis: str) -> int:
   """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
   if (layout := current()) is None:
     return 1
-  wanted = next((axes for name, axes in layout.rules.rows if name == axis), ())
-  return layout.rules.parts(wanted)
+  return layout.rules.parts(next((axes for name, axes in layout.rules.rows if name == axis), ()))
 
 
 def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
@@ -201,14 +185,9 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
 
 
 def constrain_factor(
-  x,
-  dim: int,
-  axes: Sequence[str | None],
-  shape: Sequence[int],
-  place: int,
-  label: str,
+  x, dim: int, axes: Sequence[str | None], shape: Sequence[int], place: int, label: str,
   others: Mapping[int, int] | None = None,
-):
+):  # fmt: skip
   """x, a factor of a tensor's matrix view, split like that tensor.
 
   Dimension `dim` of x is split like dimension `place` of the tensor, and further over the mesh axes of FACTOR's rule as
@@ -270,10 +249,9 @@ def own_rows(sharding: Sharding, num_rows: int, process: int) -> OwnRows:
   parts = sorted({frozenset(blocks) for blocks in held.values()}, key=min)
   sizes = {sum(stop - start for start, stop in blocks) for blocks in parts}
   if len(sizes) > 1 or sizes.pop() * len(parts) != num_rows:
-    raise ConfigError(
-      f"{len(held)} processes hold parts of the {num_rows} rows that overlap: give each process whole copies of rows, "
-      "with a product of data, fsdp and expert parallelism that is a multiple of the processes or divides them"
-    )
+    what = f"{len(held)} processes hold parts of the {num_rows} rows that overlap: give each process whole copies of"
+    way = "with a product of data, fsdp and expert parallelism that is a multiple of the processes or divides them"
+    raise ConfigError(f"{what} rows, {way}")
   mine = frozenset(held[process])
   return OwnRows(len(parts), parts.index(mine), min(p for p, blocks in held.items() if blocks == mine) == process)
 
@@ -298,10 +276,9 @@ def check_rules(abstract: nnx.State, layout: Layout) -> None:
   for name in layout.rules.names:
     foreign = name.startswith("activation_") and not difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if name not in known and not foreign:
-      raise ConfigError(
-        f"logical_axis_rules: no tensor has axis '{name}'{did_you_mean(name, sorted(known))}; the axes of this model's "
-        f"weights are {', '.join(sorted({axis for axes in states for axis in axes if axis}))}"
-      )
+      own = ", ".join(sorted({axis for axes in states for axis in axes if axis}))
+      said = f"logical_axis_rules: no tensor has axis '{name}'{did_you_mean(name, sorted(known))}"
+      raise ConfigError(f"{said}; the axes of this model's weights are {own}")
 
 
 def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
@@ -322,16 +299,14 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
     for name, row in layout.rules.rows:
       if name in (variable.get_metadata().get(AXES) or ()):
         axes.update(layout.rules.active(row))
-  parts = math.prod(layout.rules.sizes[axis] for axis in axes)
+  parts, share = layout.rules.parts([*axes]), f"a device holds {held / total:.2%} of the parameters"
   if (excess := held * parts / total - 1) > tolerance:
     size, label = max(whole, default=(0, "none"))
-    raise ConfigError(
-      f"sharding_tolerance={tolerance:g}: a device holds {held / total:.2%} of the parameters, {excess:.1%} more than "
-      f"an even split over {', '.join(sorted(axes))} (1/{parts}); the largest parameter kept whole is {label} "
-      f"({size:,}): add a row for its axes to logical_axis_rules, or set "
-      f"sharding_tolerance={math.ceil(excess * 100) / 100:g}"
-    )
-  return f"a device holds {held / total:.2%} of the parameters, an even split is {1 / parts:.2%}"
+    said = f"sharding_tolerance={tolerance:g}: {share}, {excess:.1%} more than an even split over "
+    said += f"{', '.join(sorted(axes))} (1/{parts}); the largest parameter kept whole is {label} ({size:,})"
+    fix = f"add a row for its axes to logical_axis_rules, or set sharding_tolerance={math.ceil(excess * 100) / 100:g}"
+    raise ConfigError(f"{said}: {fix}")
+  return f"{share}, an even split is {1 / parts:.2%}"
 
 
 def _mapped(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:

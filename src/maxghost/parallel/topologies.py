@@ -48,10 +48,8 @@ def parse(topology: str) -> tuple[str, int]:
   near = difflib.get_close_matches(topology, names, n=4, cutoff=0.3) or ["v5e-16", "v5p-256", "v6e-16"]
   if slices:
     near = [f"{family}-{n}" for n in sorted(slices, key=lambda n: (abs(n - number), n))[:4]]
-  raise ConfigError(
-    f"compile_topology={topology} is no topology; nearest are {', '.join(near)}; families are "
-    f"{', '.join(FAMILIES)}, and cpu-N"
-  )
+  said = f"compile_topology={topology} is no topology; nearest are {', '.join(near)}"
+  raise ConfigError(f"{said}; families are {', '.join(FAMILIES)}, and cpu-N")
 
 
 def prepare_environment(topology: str) -> None:
@@ -67,40 +65,31 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
   """The devices of a topology. Raises ConfigError for an unknown name, and if libtpu is missing or refuses it."""
   family, count = parse(topology)
   if family == "cpu":
-    return _cpu_devices(count * num_slices)
+    import jax
+
+    try:
+      jax.config.update("jax_num_cpu_devices", count := count * num_slices)
+    except RuntimeError:  # JAX has started already, with a number of its own
+      if (have := len(jax.devices("cpu"))) < count:
+        said = f"JAX has started with {have} CPU devices; use a process of its own"
+        raise ConfigError(f"compile_topology=cpu-{count}: {said}") from None
+    return jax.devices("cpu")[:count]
   if importlib.util.find_spec("libtpu") is None:
-    raise ConfigError(
-      f"compile_topology={topology} needs the TPU compiler: pip install 'maxghost[tpu]'; compile_topology=cpu-8 "
-      "compiles for virtual CPU devices without it"
-    )
+    said = f"compile_topology={topology} needs the TPU compiler: pip install 'maxghost[tpu]'"
+    raise ConfigError(f"{said}; compile_topology=cpu-8 compiles for virtual CPU devices without it")
   from jax.experimental import topologies
 
   known, shape = FAMILIES[family], FAMILIES[family].slices[count]
   try:
     described = topologies.get_topology_desc(
-      platform="tpu",
-      topology_name=f"{known.name}:{'x'.join(map(str, shape))}",
-      chip_config_name=known.config,
-      chips_per_host_bounds=(1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1),
-      num_slices=num_slices,
+      platform="tpu", topology_name=f"{known.name}:{'x'.join(map(str, shape))}", chip_config_name=known.config,
+      chips_per_host_bounds=(1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1), num_slices=num_slices,
       wrap=(*(size == 16 for size in shape), False) if len(shape) == 2 else tuple(size % 4 == 0 for size in shape),
-    )
+    )  # fmt: skip
   except Exception as error:  # whatever libtpu says
     first = str(error).partition("\n")[0][:200] or type(error).__name__
     raise ConfigError(f"compile_topology={topology}: libtpu refuses it ({first}); try another topology") from error
   return list(described.devices)
-
-
-def _cpu_devices(count: int) -> list:
-  import jax
-
-  try:
-    jax.config.update("jax_num_cpu_devices", count)
-  except RuntimeError:  # JAX has started already, with a number of its own
-    if (have := len(jax.devices("cpu"))) < count:
-      said = f"JAX has started with {have} CPU devices; use a process of its own"
-      raise ConfigError(f"compile_topology=cpu-{count}: {said}") from None
-  return jax.devices("cpu")[:count]
 
 
 def hbm_bytes(topology: str) -> int | None:

@@ -13,6 +13,8 @@ from flax import nnx
 from maxghost.ghost.attach import Twin
 from maxghost.optimizers import Parameter, RuleState, Sgd, UpdateRule
 
+Losses = Callable | tuple[Callable, ...]
+
 
 class Model(NamedTuple):
   """A split model. params: the differentiated Variables. rest: all others."""
@@ -96,7 +98,7 @@ class Problem:
   schedule: str
   model: Model
   loss: Callable
-  val_loss: Callable | tuple[Callable, ...]
+  val_loss: Losses
   batch: Any
   val_batches: tuple
   twin: Twin | None
@@ -117,7 +119,7 @@ class Problem:
     return of_each_set(self.val_loss, self.val_batches)
 
 
-def of_each_set(loss_fn: Callable | tuple[Callable, ...], batches: tuple) -> tuple[Any, ...]:
+def of_each_set(loss_fn: Losses, batches: tuple) -> tuple[Any, ...]:
   """One loss function for each set; a single one is that of all."""
   return loss_fn if isinstance(loss_fn, tuple) else (loss_fn,) * len(batches)
 

@@ -5,6 +5,7 @@ batches may be a tuple with one for each.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.schedules.base import Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
+from maxghost.ghost.schedules.base import Losses, Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
@@ -36,7 +37,7 @@ def like(state: nnx.State, labelled: dict) -> nnx.State:
   return nnx.from_flat_state([(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(state)])
 
 
-def validation_gradients(model: Model, loss_fn: Callable | tuple[Callable, ...], batches: tuple):
+def validation_gradients(model: Model, loss_fn: Losses, batches: tuple):
   """(losses [K], one gradient State per validation set): gradients of the mean loss of each validation batch."""
 
   def function(loss_fn, batch):
@@ -103,9 +104,7 @@ def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:
   return [{label: curved(g, earlier[label]) for label, g in of_set.items()} for of_set, earlier in pairs]
 
 
-def second_order_gradients(
-  model: Model, loss_fn: Callable | tuple[Callable, ...], batches: tuple, gradients: list, delta
-) -> list:
+def second_order_gradients(model: Model, loss_fn: Losses, batches: tuple, gradients: list, delta) -> list:
   """G + 1/2 H_val delta for each validation set, by one Hessian-vector product (forward over reverse).
 
   gradients: the G's. delta: State of the step's parameter update. In place of G, these make a step's contributions the
@@ -117,10 +116,8 @@ def second_order_gradients(
     return jnp.zeros(()), jax.jvp(gradient, (model.params,), (delta,))[1]
 
   _, along = _for_each_set(curvature, of_each_set(loss_fn, batches), batches)
-  return [
-    constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, gradient, curved))
-    for gradient, curved in zip(gradients, along, strict=True)
-  ]
+  half = functools.partial(jax.tree.map, lambda g, c: g + 0.5 * c)
+  return [constrain_state(half(*pair)) for pair in zip(gradients, along, strict=True)]
 
 
 def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
@@ -150,9 +147,9 @@ def own_parted(twin: Twin, passed: TrainPass) -> tuple[TrainPass, dict]:
     places = {p.label: len(p.stack_shape) for p in twin.scored}
     return {label: jax.lax.slice_in_dim(x, start, stop, axis=places[label]) for label, x in found.items()}
 
-  num = twin.num_sets
-  of_sets = {"scores": cut(passed.scores, 0, num), "facts": cut(passed.facts, 0, num)}
-  return dataclasses.replace(passed, **of_sets), cut(passed.scores, num, num + 1)
+  num, scores = twin.num_sets, passed.scores
+  passed = dataclasses.replace(passed, scores=cut(scores, 0, num), facts=cut(passed.facts, 0, num))
+  return passed, cut(scores, num, num + 1)
 
 
 def total(twin: Twin, scores: dict) -> Any:
@@ -160,9 +157,7 @@ def total(twin: Twin, scores: dict) -> Any:
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
 
 
-def train_pass(
-  model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: nnx.State | None = None
-) -> TrainPass:
+def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None) -> TrainPass:
   """The training gradient of the batch. With a twin, the backward pass scores every example against `directions`."""
   params, rest = model.params, model.rest
 
@@ -178,9 +173,7 @@ def train_pass(
   return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
 
 
-def accumulated(
-  model: Model, loss_fn: Callable, batch, num_micro: int, twin: Twin | None = None, directions: nnx.State | None = None
-) -> TrainPass:
+def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = None, directions: Any = None) -> TrainPass:
   """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds units m, m + M, m + 2 M, ...
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
@@ -195,8 +188,7 @@ def accumulated(
 
   def micro_of(x):
     """[rows, ...] -> [M, rows per micro-batch, ...], with the rows of a unit together."""
-    x = x.reshape(-1, num_micro, together, *x.shape[1:]).swapaxes(0, 1)
-    return x.reshape(num_micro, -1, *x.shape[3:])
+    return x.reshape(-1, num_micro, together, *x.shape[1:]).swapaxes(0, 1).reshape(num_micro, -1, *x.shape[1:])
 
   def rows_of(x, axis: int = 0):
     """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
@@ -208,10 +200,9 @@ def accumulated(
     return run(batch)
   micro = jax.tree.map(micro_of, batch)
 
-  def parted(metrics: dict) -> tuple[dict, dict]:
-    """(maxima, means)"""
-    largest = {name: value for name, value in metrics.items() if name in maxima}
-    return largest, {name: value for name, value in metrics.items() if name not in maxima}
+  def parted(metrics: dict) -> list[dict]:
+    """[maxima, means]"""
+    return [{name: x for name, x in metrics.items() if (name in maxima) is kind} for kind in (True, False)]
 
   def body(carry, micro_batch):
     total, grads, means, largest = carry
@@ -234,11 +225,8 @@ def accumulated(
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
   facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
-    loss=loss.sum() * inverse,
-    losses=rows_of(losses),
-    weights=rows_of(weights),
+    loss=loss.sum() * inverse, losses=rows_of(losses), weights=rows_of(weights),
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
-    facts=facts,
-    metrics=metrics | largest,
-  )
+    facts=facts, metrics=metrics | largest,
+  )  # fmt: skip

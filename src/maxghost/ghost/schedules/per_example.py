@@ -35,8 +35,6 @@ def gradients_of(model: Model, loss_fn: Callable, batch) -> dict:
     return mean_loss(losses, weights), weights.sum()
 
   grads, weight = jax.vmap(jax.grad(loss, has_aux=True), (None, 0))(model.params, batch)
-  total = jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
-  return {
-    label: g * (weight / total).reshape(-1, *([1] * (g.ndim - 1))).astype(g.dtype)
-    for label, g in by_label(grads).items()
-  }
+  share = weight / jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
+  each = lambda g: g * share.reshape(-1, *([1] * (g.ndim - 1))).astype(g.dtype)  # noqa: E731
+  return {label: each(g) for label, g in by_label(grads).items()}

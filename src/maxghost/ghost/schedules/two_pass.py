@@ -15,10 +15,9 @@ def run(problem: Problem) -> Scored:
   if problem.second_order:
     grads = passes.train_pass(model, problem.loss, batch).grads
     labelled, directions = passes.whole_directions(problem, found.gradients, grads)
-    parts, share = direction_parts(twin.scored, directions, problem.state)
   else:
-    labelled = passes.extrapolated(problem.secant, [by_label(g) for g in found.gradients])
-    parts, share = direction_parts(twin.scored, labelled, problem.state)
+    directions = labelled = passes.extrapolated(problem.secant, [by_label(g) for g in found.gradients])
+  parts, share = direction_parts(twin.scored, directions, problem.state)
   if problem.settings.in_turn:
     # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))

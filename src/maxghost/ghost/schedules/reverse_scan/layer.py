@@ -59,22 +59,17 @@ class Layers:
     split = nnx.split(submodule(self.probed, prefix), trained, GhostProbe, GhostDirection, ...)
     self.twin_graphdef, _, *self.blank, _ = split  # probes, directions
     self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.blank[0])
-    self.outer_params, self.outer_probes = (
-      nnx.from_flat_state({path: v for path, v in nnx.to_flat_state(whole) if path[:depth] != prefix})
-      for whole in (params, twin.zero_probes())
-    )
+    outside = lambda path, _: path[:depth] != prefix  # noqa: E731
+    self.outer_params, self.outer_probes = (nnx.filter_state(x, outside) for x in (params, twin.zero_probes()))
     self.inner = tuple(p.inside(prefix) for p in twin.scored if p.path[:depth] == prefix)
     self.outer = tuple(p for p in twin.scored if p.path[:depth] != prefix)
     self.scalars = None if state is None else twin.spec.rule.scalars(state.count, state.clip_factor)
     self.state = state
     if state is not None:
       read, start = {name for p in self.inner for name in p.spec.rule.reads(p.parameter)}, f"{slash_path(prefix)}/"
-      arrays = {
-        name: {label: x for label, x in arrays.items() if label.startswith(start)}
-        for name, arrays in state.arrays.items()
-        if problem.account or name in read
-      }
-      self.state = dataclasses.replace(state, arrays=arrays)
+      kept = {name: arrays for name, arrays in state.arrays.items() if problem.account or name in read}
+      own = {name: {at: x for at, x in arrays.items() if at.startswith(start)} for name, arrays in kept.items()}
+      self.state = dataclasses.replace(state, arrays=own)
 
   def stacked(self):
     """Arguments of a layer, with a leading layer axis: parameters, rest, index."""
@@ -226,10 +221,8 @@ def _late_state(layers: Layers, state: RuleState | None, index, probes: nnx.Stat
   def cut(label: str, x, fetched):
     return streaming.fetch(x, place[label]) if label in place and not streaming.on_host(x) else fetched
 
-  arrays = {
-    name: {label: cut(label, x, state.arrays[name][label]) for label, x in stacked.items()}
-    for name, stacked in layers.state.arrays.items()
-  }
+  pairs = {name: (stacked, state.arrays[name]) for name, stacked in layers.state.arrays.items()}
+  arrays = {name: {at: cut(at, x, own[at]) for at, x in stacked.items()} for name, (stacked, own) in pairs.items()}
   return dataclasses.replace(state, arrays=arrays)
 
 
@@ -238,8 +231,7 @@ def ledger_sums(layers: Layers, scored, params: dict, grads: dict, gradients, st
   rule = layers.problem.account
   if rule is None or state is None:
     return {}
-  labels = {p.label for p in scored}
-  found = ledger.sums(rule, state, layers.twin.parameters, params, grads, gradients, labels)
+  found = ledger.sums(rule, state, layers.twin.parameters, params, grads, gradients, {p.label for p in scored})
   return found if layers.twin.spec.in_backward else found | {"used": ledger.used(scored, grads, parts, {})}
 
 

@@ -30,8 +30,8 @@ def run(problem: Problem) -> Scored:
   """The walk; scores equal those of 'two_pass', also for tied tables. Raises ValueError without stages or a stack."""
   loss, val_losses, batch, state = problem.loss, problem.val_losses, problem.batch, problem.state
   if not isinstance(loss, StagedLoss) or not all(isinstance(one, StagedLoss) for one in val_losses):
-    fix = "use two_pass for other losses"
-    raise ValueError(f"ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head); {fix}")
+    needs = "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head)"
+    raise ValueError(f"{needs}; use two_pass for other losses")
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
