@@ -16,7 +16,7 @@ from pathlib import Path
 
 from maxghost import load_model, train
 from maxghost.data.tokenizers import ByteTokenizer
-from maxghost.generation import Generator
+from maxghost.serving import Generator
 from maxghost.report import main as report
 
 FOLDER = Path("corpora/addition")

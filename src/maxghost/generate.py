@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
   from maxghost import load_model
   from maxghost.data.conversations import Rendering
   from maxghost.data.tokenizers import load_tokenizer
-  from maxghost.generation import Generator, Sampling
-  from maxghost.generation.samples import encode
+  from maxghost.serving import Generator, Sampling
+  from maxghost.serving.samples import encode
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
   changes = {"dtype": args.dtype} if args.dtype else {}

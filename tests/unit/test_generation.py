@@ -12,8 +12,8 @@ import tiny
 from flax import nnx
 
 from maxghost.config import ConfigError
-from maxghost.generation import Generator, Sampling, generator, kv_cache
-from maxghost.generation.sampling import choose, cut
+from maxghost.serving import Generator, Sampling, generator, kv_cache
+from maxghost.serving.sampling import choose, cut
 
 SIZE = 40
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [17, 3, 99, 4]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxghost import load_model
-from maxghost.generation import Generator
+from maxghost.serving import Generator
 from maxghost.interop import hf_checkpoint
 
 pytestmark = pytest.mark.hf

@@ -14,7 +14,7 @@ import tiny
 from flax import nnx
 
 from maxghost import config, ghost, objectives
-from maxghost.generation.generator import Generator
+from maxghost.serving.generator import Generator
 from maxghost.models import create
 
 CAP = 0.4  # far below the largest logit of the model

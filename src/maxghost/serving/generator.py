@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxghost.generation import kv_cache
-from maxghost.generation.sampling import Sampling, choose
+from maxghost.serving import kv_cache
+from maxghost.serving.sampling import Sampling, choose
 from maxghost.models.layers import Hidden
 
 _PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar lengths share a compilation
