@@ -13,9 +13,9 @@ from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.data.tokenizers import ByteTokenizer
+from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.serving import Generator, samples
 from maxghost.serving.samples import Sampler
-from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.training.state import to_tree
 
 

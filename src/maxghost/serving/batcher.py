@@ -16,13 +16,13 @@ class Closed(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-  """prompt: token ids. max_tokens: most new ones. seed: of the draws; the same request has the same text. stop: the text
-  ends before the first of these. logprobs: how many alternatives `Piece.top` has, at most TOP. ignore_stop_ids: go on
-  behind a stop token."""
+  """prompt: token ids. max_tokens: most new ones. seed: of the draws; the same request has the same text. stop: the
+  text ends before the first of these. logprobs: how many alternatives `Piece.top` has, at most TOP. ignore_stop_ids:
+  go on behind a stop token."""
 
   prompt: tuple[int, ...]
   max_tokens: int = 16
-  sampling: Sampling = Sampling()  # noqa: RUF009: frozen
+  sampling: Sampling = dataclasses.field(default_factory=Sampling)
   seed: int = 0
   stop: tuple[str, ...] = ()
   logprobs: int = 0
@@ -94,8 +94,8 @@ class Batcher:
     raise NotImplementedError
 
   def submit(self, request: Request) -> Job:
-    """Queues a request. Raises QueueFull, Closed, ValueError for what cannot be served (an empty prompt, one longer than
-    the cache, an id outside the vocabulary, logprobs above TOP): a line for the client, with the limit."""
+    """Queues a request. Raises QueueFull, Closed, and ValueError for what cannot be served (an empty prompt, one longer
+    than the cache, an id outside the vocabulary, logprobs above TOP): a line for the client, with the limit."""
     raise NotImplementedError
 
   def close(self, timeout: float = 0.0) -> None:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxghost.models.layers import Hidden
 from maxghost.serving import kv_cache
 from maxghost.serving.sampling import Sampling, choose
-from maxghost.models.layers import Hidden
 
 _PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar lengths share a compilation
 
