@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxghost import config as configuration
 from maxghost import models
-from maxghost.generation import Generator
+from maxghost.serving import Generator
 
 
 def contender(graphdef, state, prompt: int, rows: int, given) -> callable:

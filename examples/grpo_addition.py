@@ -16,8 +16,8 @@ from pathlib import Path
 
 from maxghost import load_model, train
 from maxghost.data.tokenizers import ByteTokenizer
-from maxghost.generation import Generator
 from maxghost.report import main as report
+from maxghost.serving import Generator
 
 FOLDER = Path("corpora/addition")
 MODEL = {

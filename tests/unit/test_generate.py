@@ -13,9 +13,10 @@ from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.data.tokenizers import ByteTokenizer
-from maxghost.generation import Generator, samples
-from maxghost.generation.samples import Sampler
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
+from maxghost.serving import Generator, samples
+from maxghost.serving.batcher import Row
+from maxghost.serving.samples import Sampler
 from maxghost.training.state import to_tree
 
 
@@ -93,15 +94,36 @@ class Letters:
     return bytes(ids)
 
 
+class Words(Letters):
+  """An id is a word; a text's first space is dropped, and each id is decoded how often?"""
+
+  def __init__(self):
+    self.decoded = 0
+
+  def decode(self, ids):
+    self.decoded += len(ids)
+    return "".join(f" w{i}" if i else "" for i in ids).removeprefix(" ").encode()
+
+
+def test_a_row_keeps_the_spaces_of_its_words_and_decodes_each_a_few_times():
+  tokenizer, ids = Words(), [3, 0, 0, 1, 5, 0, 2] * 30
+  row = Row(tokenizer, {7}, [])
+  shown = "".join(row.take(ids[:end], last=end == len(ids)) for end in range(len(ids) + 1))
+  assert shown == row.text == Words().decode(ids).decode()
+  assert tokenizer.decoded < 12 * len(ids)
+  row = Row(Words(), {7}, [])
+  assert "".join(row.take(ids[:end], last=False) for end in (1, 1, 2, 2, 4, 4, 9)) == "w3 w1 w5 w2 w3"
+
+
 def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
-  row = generate.Row(Letters(), {7}, [])
+  row = Row(Letters(), {7}, [])
   text = "aé漢".encode()
   pieces = [row.take(list(text[:end]), last=False) for end in range(1, 7)]
   assert pieces == ["a", "", "é", "", "", "漢"]
-  row = generate.Row(Letters(), {7}, ["END"])
+  row = Row(Letters(), {7}, ["END"])
   shown = "".join(row.take(list(b"so ENxEND more"[:end]), last=False) for end in range(1, 15))
   assert shown == "so ENx" and row.ended and row.text == "so ENx"
-  row = generate.Row(Letters(), {7}, ["END"])
+  row = Row(Letters(), {7}, ["END"])
   assert row.take(list(b"soE"), last=False) + row.take([*b"soEN", 7], last=True) == "soEN"
 
 

@@ -25,7 +25,7 @@ MAX_LINES = 31_000  # of the package
 # A file may import its own package and those of a smaller number; packages of one number do not know each other.
 FLOORS = {
   "config": 0, "parallel": 1, "models": 2, "data": 2, "scorelog": 2, "adapters": 3, "objectives": 4, "optimizers": 4,
-  "generation": 4, "ghost": 5, "training": 6, "checkpoint": 6, "attribution": 7, "interop": 7,
+  "serving": 4, "ghost": 5, "training": 6, "checkpoint": 6, "attribution": 7, "interop": 7,
 }  # fmt: skip
 COMMANDS = 8  # modules directly in the package: train.py, cli.py, ...
 
@@ -238,12 +238,12 @@ PUBLIC = (
   "checkpoint",
   "config",
   "data",
-  "generation",
   "ghost",
   "interop",
   "models",
   "objectives",
   "optimizers",
+  "serving",
 )
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxghost import load_model
-from maxghost.generation import Generator
 from maxghost.interop import hf_checkpoint
+from maxghost.serving import Generator
 
 pytestmark = pytest.mark.hf
 

@@ -14,8 +14,8 @@ import tiny
 from flax import nnx
 
 from maxghost import config, ghost, objectives
-from maxghost.generation.generator import Generator
 from maxghost.models import create
+from maxghost.serving.generator import Generator
 
 CAP = 0.4  # far below the largest logit of the model
 CAPS = {"final_logits_soft_cap": CAP, "attn_logits_soft_cap": 0.3}

@@ -197,7 +197,7 @@ class SelfAttention(nnx.Module):
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, peaks_BLH=None, cache=None):
-    """(output, peaks_BLH with this layer's, see `Hidden`). cache: of earlier positions, from `generation.kv_cache`."""
+    """(output, peaks_BLH with this layer's, see `Hidden`). cache: of earlier positions, from `serving.kv_cache`."""
     q_BTHh, k_BTKh, v_BTKh = self.project(x_BTD, positions_BT)
     more = {} if cache is None else {"cache": cache}
     if peaks_BLH is not None and cache is None:

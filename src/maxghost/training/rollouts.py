@@ -24,10 +24,10 @@ from maxghost.data import rewards
 from maxghost.data.conversations import read
 from maxghost.data.rewards import UNTAUGHT, RolloutError
 from maxghost.data.types import Batch
-from maxghost.generation.generator import Generator, Progress
-from maxghost.generation.sampling import Sampling
 from maxghost.objectives.grpo import ADVANTAGES, SAMPLED, SCALES
 from maxghost.parallel.shardings import Layout
+from maxghost.serving.generator import Generator, Progress
+from maxghost.serving.sampling import Sampling
 from maxghost.training.batches import Fetched, Prefetcher
 from maxghost.training.devices import rows_per_step
 from maxghost.training.metrics import MetricsLog

@@ -16,9 +16,9 @@ from maxghost.config import ConfigError
 from maxghost.config.files import sealed, write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
-from maxghost.generation.samples import Sampler
 from maxghost.objectives import create
 from maxghost.parallel import distributed
+from maxghost.serving.samples import Sampler
 from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
 from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop

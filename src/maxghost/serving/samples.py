@@ -7,8 +7,8 @@ from flax import nnx
 from maxghost import adapters
 from maxghost.config import Config, ConfigError
 from maxghost.data.tokenizers import Tokenizer
-from maxghost.generation.generator import Generator
-from maxghost.generation.sampling import Sampling
+from maxghost.serving.generator import Generator
+from maxghost.serving.sampling import Sampling
 
 NUM_TOKENS = 64
 TEMPERATURE = 0.7

@@ -1,6 +1,0 @@
-"""Text from a model: prompts are read once, then tokens are added one at a time through a cache."""
-
-from maxghost.generation.generator import Generator, Progress
-from maxghost.generation.sampling import Sampling
-
-__all__ = ["Generator", "Progress", "Sampling"]

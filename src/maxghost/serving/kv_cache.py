@@ -1,0 +1,144 @@
+"""Keys and values of earlier positions, kept while text is generated.
+
+B rows, T positions of a call, S slots of a cache, H query heads, K key/value heads, G = H / K, h head width, L layers.
+An attention layer with a cache calls `cache.attend` in place of `attention.attend`, with the same arguments. The
+token at position p is stored in slot p modulo S. So a layer with a sliding window needs only its window of slots, and
+the position that a slot holds follows from the row's number of tokens.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxghost.models import attention
+from maxghost.parallel import shardings
+
+
+class Prompt:
+  """The cache of a layer while the prompts are read. `entries`: keys and values that the attention layers keep.
+
+  lengths_B: tokens of each row; later positions are padding. size: S of a layer without a window.
+  """
+
+  def __init__(self, lengths_B, size: int):
+    self._lengths_B, self._size = lengths_B, size
+    self.entries: list[tuple] = []
+
+  def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
+    size = min(self._size, options.get("window") or self._size)
+    self.entries.append(tuple(_slots(x.swapaxes(1, 2), self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
+    return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
+
+
+class Continuation:
+  """The cache of a layer while T tokens are added to each row. `entries`: keys and values of these, [B, K, T, h].
+
+  kept: (keys, values) [B, K, S, h] of each of the layer's attentions. counts_B: tokens kept in each row. visible: at
+  most so many are in any row, and only their slots are read; None: all.
+  """
+
+  def __init__(self, kept, counts_B, visible: int | None = None):
+    self._kept, self._counts_B, self._visible = list(kept), counts_B, visible
+    self.entries: list[tuple] = []
+
+  def attend(
+    self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
+    scale=None,
+  ):  # fmt: skip
+    """Attention of the new tokens over their row, which is one document, so that segment ids are not read."""
+    k_BKSh, v_BKSh = (x[:, :, : self._visible] for x in self._kept[len(self.entries)])
+    self.entries.append(new := (k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2)))
+    held_B1S = held_positions(self._counts_B, k_BKSh.shape[2])[:, None]
+    index_T = jnp.arange(q_BTHh.shape[1])
+    seen_BTS = jnp.broadcast_to(held_B1S >= 0, (*q_BTHh.shape[:2], k_BKSh.shape[2]))
+    if window:
+      seen_BTS &= held_B1S > (self._counts_B[:, None] + index_T[None] - window)[..., None]
+    shape = attention.Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
+    return _attend(q_BTHh, (k_BKSh, v_BKSh), new, (seen_BTS, shape.mask(index_T, index_T)), sinks_H, shape)
+
+
+def held_positions(counts_B, num_slots: int):
+  """The position each slot holds when a row has counts_B tokens: int32 [B, S], negative where it holds none."""
+  last_B1 = counts_B[:, None] - 1
+  return last_B1 - (last_B1 - jnp.arange(num_slots, dtype=counts_B.dtype)[None]) % num_slots
+
+
+def append(kept, new, counts_B, lengths_B=None):
+  """`kept` with more tokens per row: leaves [..., B, K, S, h] and [..., B, K, T, h]; the dots are stacked layers.
+
+  lengths_B: how many of the T new tokens are real; None: T = 1. One token each is put in a loop over the rows, which
+  XLA does in place; a scatter over all rows makes it rearrange the whole cache on one device, but a mesh needs it.
+  """
+  in_loop = shardings.num_parts("activation_batch") == 1
+
+  def put(kept, new):
+    if lengths_B is not None:
+      return _slots(new, counts_B + lengths_B, kept.shape[-2], kept, counts_B)
+    slots_B, row_axis = counts_B % kept.shape[-2], kept.ndim - 4
+
+    def put_row(row, kept):
+      token = jax.lax.dynamic_slice_in_dim(new, row, 1, row_axis)
+      return jax.lax.dynamic_update_slice(kept, token, [0] * row_axis + [row, 0, slots_B[row], 0])
+
+    if in_loop:
+      return jax.lax.fori_loop(0, kept.shape[row_axis], put_row, kept)
+    put_one = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
+    return jax.vmap(put_one, (row_axis, row_axis, 0), row_axis)(kept, new, slots_B)
+
+  return jax.tree.map(put, kept, new)
+
+
+def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Callable, kept=None) -> tuple[Any, Any]:
+  """Runs hidden (the first layer's input) through the layers of a `transformer.Decoder`, each with its cache.
+
+  layer_inputs: (positions_BT, segment_ids_BT). open_cache: maps a layer's part of `kept` (None at the first call) to
+  its cache. Returns (output of the last layer, entries of each layer's cache, or of stacked layers with their axis).
+  """
+  if not decoder.scan_layers:
+    entries = []
+    for i in range(decoder.num_layers):
+      cache = open_cache(None if kept is None else kept[i])
+      hidden = getattr(decoder, f"layers_{i}")(hidden, *layer_inputs, cache=cache)
+      entries.append(cache.entries)
+    return hidden, entries
+  graphdef, state = nnx.split(decoder.layers)
+
+  def body(hidden, scanned):
+    state, kept = scanned
+    cache = open_cache(kept)
+    hidden = nnx.merge(graphdef, state)(hidden, *layer_inputs, cache=cache)
+    return hidden, cache.entries
+
+  return jax.lax.scan(body, hidden, (state, kept))
+
+
+def _slots(x, counts_B, size: int, kept=0, first_B=None):
+  """The last `size` positions of rows of counts_B tokens in their slots, [..., B, K, S, h]: those from first_B (0) on
+  are the tokens of x [..., B, K, T, h], the ones before are `kept`'s."""
+  index_BS = held_positions(counts_B, size) - (0 if first_B is None else first_B[:, None])
+  spread = lambda x_BS: x_BS.reshape((1,) * (x.ndim - 4) + (len(x_BS), 1, size, 1))  # noqa: E731
+  found = jnp.take_along_axis(x, spread(jnp.clip(index_BS, 0, x.shape[-2] - 1)), axis=-2)
+  return jnp.where(spread(index_BS >= 0), found, kept)
+
+
+def _attend(q_BTHh, kept, new, seen, sinks_H, shape: attention.Shape):
+  """softmax([q k_S | q k_T | sink]) applied to kept and new values; the sink has no value. seen: bool [B or 1, T, S]
+  and [B or 1, T, T]."""
+  (k_BKSh, v_BKSh), (k_BKTh, v_BKTh) = kept, new
+  q_BKGTh = attention.group_heads(q_BTHh, k_BKSh.shape[1])
+  scores = [
+    jnp.where(mask[:, None, None], shape.scores(q_BKGTh, k), -jnp.inf)
+    for k, mask in zip((k_BKSh, k_BKTh), seen, strict=True)
+  ]
+  if sinks_H is not None:
+    sinks_KG11 = sinks_H.astype(scores[0].dtype).reshape(*q_BKGTh.shape[1:3], 1, 1)
+    scores.append(jnp.broadcast_to(sinks_KG11, (*scores[0].shape[:-1], 1)))
+  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTHh.dtype)
+  slots, total = k_BKSh.shape[2], k_BKSh.shape[2] + k_BKTh.shape[2]
+  out_BKGTh = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
+  out_BKGTh += jnp.einsum("bkgts,bksh->bkgth", weights[..., slots:total], v_BKTh)
+  return out_BKGTh.transpose(0, 3, 1, 2, 4).reshape(*q_BTHh.shape[:3], v_BKTh.shape[-1])
