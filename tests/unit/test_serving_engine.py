@@ -19,6 +19,7 @@ from maxghost.config import ConfigError
 from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.parallel.shardings import Layout
 from maxghost.serving import Batcher, Closed, Engine, Generator, QueueFull, Request, Sampling
+from maxghost.serving import engine as engine_module
 from maxghost.serving.prefixes import Prefixes
 from maxghost.serving.sampling import TOP, choose, draw
 
@@ -29,7 +30,9 @@ SAMPLED = Sampling(1.4, top_k=60, top_p=0.95, min_p=0.001, repetition_penalty=1.
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap():
-  with tiny.cheap_compilation():
+  """And decode steps of several lengths in short caches."""
+  with tiny.cheap_compilation(), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(engine_module, "_VISIBLE", 16)
     yield
 
 
