@@ -267,7 +267,7 @@ def test_the_index_is_unbiased_and_knows_its_error(cfg, corpora, queries, tmp_pa
   off = np.abs(estimate_NKG.mean(-1) - exact[..., None]) / index.standard_error(estimate_NKG)
   assert 0.9 < (off < 2).mean() < 0.98, (off < 2).mean()
   monkeypatch.setattr(offline, "Sketcher", lambda *_: sketcher)  # the one that has been compiled
-  found = offline.nearest(cfg, iter(points(cfg)), tmp_path, about, queries, corpora[1], top=count)
+  found = offline.nearest(cfg, iter(points(cfg)), tmp_path, about, queries, corpora[1], count, "nats")
   for k, name in enumerate(queries):
     values = {tuple(c[n] for n in ("domain", "path", "offset", "chunk")): c for c in found[name]}
     np.testing.assert_allclose([values[n]["contribution"] for n in names], product_NKg.mean(-1)[:, k], rtol=1e-4)
@@ -336,12 +336,12 @@ def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
   about, corpus = {"directions": 50, "chunks": 4, "checkpoints": [[3, "x"]]}, SimpleNamespace(layout=None)
   queries = {"q": SimpleNamespace(epoch_B=[0], arrays={})}
   ask = functools.partial(offline.nearest, CFG, folder=tmp_path, about=about, queries=queries, corpus=corpus)
-  (chunks,) = ask(points=iter([Point(3, None, "x")]), top=4).values()
+  (chunks,) = ask(points=iter([Point(3, None, "x")]), top=4, by="nats").values()
   assert [c["rank"] for c in chunks] == [1, 2, 2, 4]
   assert [c["tied"] for c in chunks] == [False, True, True, False]
   assert chunks[0]["path"] == "a" and chunks[-1]["path"] == "d"
   np.testing.assert_allclose(chunks[0]["standard_error"], noise[0].std(ddof=1) / 50**0.5, rtol=1e-5)
-  (chunks,) = ask(points=iter([Point(3, None, "x")]), top=2).values()
+  (chunks,) = ask(points=iter([Point(3, None, "x")]), top=2, by="nats").values()
   assert [c["tied"] for c in chunks] == [False, True], "tied with one that is not shown"
   with pytest.raises(ConfigError, match="step 3 had other weights"):
     ask(points=iter([Point(3, None, "y")]), top=2)

@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from maxghost.attribution import words
+from maxghost.attribution.words import Words
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal
 from maxghost.data.hashing import changed_files
 
 VERSION = 4  # 4: int8, and what ranks chunks
 KEYS = ("domain", "path", "offset", "chunk", "tokens")  # of a line of ids.jsonl
-SIMILARITY, NATS = "similarity", "nats"  # what chunks are ranked by
+HYBRID, SIMILARITY, NATS = ORDERS = ("hybrid", "similarity", "nats")  # what chunks are ranked by
 CONTRIBUTION, LESS = "contribution", "less"  # methods of an index
 _BLOCK = 1024  # chunks that are multiplied at a time
 _DAMPING = 0.1  # of C, in mean eigenvalues
@@ -97,6 +99,7 @@ class Index:
       sketches, whitening = (folder / name for name in files_of(step))
       more = dict(np.load(whitening)) if whitening.is_file() else {}
       self._held.append((np.load(sketches, mmap_mode="r"), more))
+    self._words = Words(folder, len(self.ids)) if (folder / words.FILE).is_file() else None
     num = self._held[0][0].shape[-1]
     self.groups = num // side_of(num) ** 2 if self._held[0][1] else num
 
@@ -106,8 +109,12 @@ class Index:
       said = f"step {step} had other weights; give --data to write the index again"
       raise ConfigError(f"--index {self.folder}: {said}")
 
+  def hybrid(self, score_N: np.ndarray, text: str) -> np.ndarray:
+    """f32[N]: the scores fused with those of the words of the query's text."""
+    return words.fused(score_N, self._words.scores(text)) if self._words else score_N
+
   def scores(self, asked: list[np.ndarray], by: str = SIMILARITY) -> np.ndarray:
-    """f32[Q, N]: with SIMILARITY the mean over blocks and checkpoints, with NATS the contributions."""
+    """f32[Q, N]: the contributions with NATS, else the mean over blocks and checkpoints."""
     plain, found_QN = by == NATS or not self._held[0][1], np.zeros((len(asked[0]), len(self.ids)), np.float32)
     for sketch_QMR, (held_NMR, more) in zip(asked, self._held, strict=True):
       _, blocks, size = held_NMR.shape
@@ -140,6 +147,15 @@ class Index:
     """[G, N, M R / G]."""
     split_NMGr = sketch_NMR.reshape(*sketch_NMR.shape[:2], self.groups, -1)
     return np.moveaxis(split_NMGr, 2, 0).reshape(self.groups, len(sketch_NMR), -1)
+
+
+def spans(ids: list[list]) -> list[tuple[int, int | None]]:
+  """(first byte, end) of each chunk in its document; None where it is the document's last."""
+  ends: dict[tuple, int | None] = {}
+  for *key, chunk, _ in sorted(ids, key=lambda one: one[:4], reverse=True):
+    document = tuple(key)
+    ends[document, chunk], ends[document] = ends.get(document), chunk
+  return [(chunk, ends[tuple(key), chunk]) for *key, chunk, _ in ids]
 
 
 def side_of(num_directions: int) -> int:

@@ -20,9 +20,11 @@ import numpy as np
 from flax import nnx
 
 from maxghost import optimizers
+from maxghost.attribution import words
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.index import (
   CONTRIBUTION,
+  HYBRID,
   KEYS,
   LESS,
   NATS,
@@ -31,8 +33,9 @@ from maxghost.attribution.index import (
   Shrunk,
   Whole,
   side_of,
+  spans,
   standard_error,
-)
+)  # fmt: skip
 from maxghost.attribution.less import Less, twin_of
 from maxghost.config import Config, ConfigError
 from maxghost.config.files import sealed, write_text
@@ -120,19 +123,24 @@ def build_index(
   step_batch, ids, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   names = ["step.npz", "ids.jsonl"]
   for point in points:
-    held, ids = (Shrunk() if method == CONTRIBUTION else Whole()), []
+    held, ids, documents = (Shrunk() if method == CONTRIBUTION else Whole()), [], []
     scale = sketcher.respond(point.state, step_batch, ())[0]
     for batch in map(sketcher.prepare, corpus.batches(num_rows)):
       sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
       kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
       held.add(sketch_BSMR[kept_BS])
       places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_BS[kept_BS], strict=True)
+      documents += batch.document_BS[kept_BS].tolist()
       ids += [[*corpus.document_id(index), int(chunk), int(tokens)] for index, chunk, tokens in places]
     names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
   np.savez(folder / "step.npz", allow_pickle=False, **step_batch)
   with open(folder / "ids.jsonl", "w", encoding="utf-8") as file:
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
+  if method == CONTRIBUTION:
+    places = zip(documents, range(len(ids)), spans(ids), strict=True)
+    texts = ((n, corpus.text(index)[slice(*span)].decode("utf-8", "replace")) for index, n, span in places)
+    names.append(words.write(folder, texts, len(ids)))
   about = {
     "version": VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
     "chunks": len(ids), "fingerprint": corpus.source.fingerprint, "checkpoints": checkpoints,
@@ -144,16 +152,17 @@ def build_index(
 
 def nearest(
   cfg: Config, points: Iterator[Point], folder: Path, about: dict, queries: dict[str, Batch], corpus: Corpus, top: int,
-  by: str = NATS,
+  by: str = HYBRID,
 ) -> dict[str, list[dict]]:  # fmt: skip
   """{query: its `top` best chunks}, without a backward pass over the corpus. about: from `open_index`.
 
   The product of two sketches along one direction has the contribution as its mean (`ghost.sketch`), so the estimate is
   the mean over R directions, and the spread over their G groups gives its standard error: root of the variance over G.
-  by: SIMILARITY or NATS, the order. rank: with NATS, one more than the number of chunks that are better by more than 2
-  standard errors of the difference, which is smaller than the errors suggest, as both chunks have the same directions.
-  tied: another chunk, shown or next, is within them.
+  by: one of ORDERS; LESS knows only its value. rank: with NATS, one more than the number of chunks that are better by
+  more than 2 standard errors of the difference, which is smaller than the errors suggest, as both chunks have the same
+  directions. tied: another chunk, shown or next, is within them.
   """
+  by = NATS if about.get("method") == LESS else by
   method = METHODS[about.get("method", CONTRIBUTION)]
   sketcher = method(cfg, corpus.layout, len(next(iter(queries.values())).epoch_B), about["directions"])
   val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
@@ -166,6 +175,8 @@ def nearest(
   for k, name in enumerate(queries):
     own = [sketch_KMR[k : k + 1] for sketch_KMR in asked]
     (score_N,) = index.scores(own, by)
+    if by == HYBRID:
+      score_N = index.hybrid(score_N, corpus.words_of(queries[name]))
     order = np.argsort(-score_N, kind="stable")[: top + 1]
     (product_NG,) = index.products(own, order)
     error_N, num = standard_error(product_NG), len(order)

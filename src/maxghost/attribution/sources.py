@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from maxghost import attribution
-from maxghost.attribution.index import KEYS, Index, open_index, standard_error
+from maxghost.attribution.index import KEYS, Index, open_index, spans, standard_error
 from maxghost.attribution.offline import UNIT, Point, Sketcher, step_of
 from maxghost.attribution.texts import Source
 from maxghost.config import Config, ConfigError
@@ -45,9 +45,7 @@ class Sources:
     for point in points:
       self.index.check(point.step, point.digest)
       self._held.append((point.state, self._sketcher.step(point.state, step_batch)))
-    self._texts, self._chunks = Source(index_dir), {}
-    for *key, chunk, _ in self.index.ids:
-      self._chunks.setdefault(tuple(key), []).append(chunk)
+    self._texts, self._spans = Source(index_dir), spans(self.index.ids)
     self.notes += self._texts.open((about["fingerprint"],))
     try:
       self._log = attribution.load(run_dir)
@@ -67,16 +65,18 @@ class Sources:
     begin, num = time.perf_counter(), len(answer_ids)
     if not len(prompt_ids) or not num:
       raise ValueError("a question and its answer need at least one token each")
-    logp_A, tokens = self._asked(np.array([*prompt_ids, *answer_ids], np.int32), num)
+    ids_T = np.array([*prompt_ids, *answer_ids], np.int32)
+    logp_A, tokens = self._asked(ids_T, num)
     asked = [np.concatenate([token_AMR.sum(0, keepdims=True), token_AMR]) for token_AMR in tokens]
     score_QN = self.index.scores(asked)
+    score_QN[0] = self.index.hybrid(score_QN[0], self.tokenizer.decode(ids_T).decode("utf-8", "replace"))
     best = [_best(score_N, TOKEN_TOP if q else top) for q, score_N in enumerate(score_QN)]
     more = sorted({n for of_token in best[1:] for n in of_token} - {*best[0]}, key=lambda n: -score_QN[0, n])
     chosen = [*best[0], *more]
     product_QNG = self.index.products(asked, np.array(chosen))
     nats_QN, error_N = product_QNG.mean(-1), standard_error(product_QNG[0])
     ids = [dict(zip(KEYS, self.index.ids[n], strict=True)) for n in chosen]
-    texts, trained = self._texts_of(ids), self._trained([tuple(one.values())[:4] for one in ids])
+    texts, trained = self._texts_of(chosen), self._trained([tuple(one.values())[:4] for one in ids])
     documents = [
       {"id": "{domain}:{path}:{offset}+{chunk}".format(**one), **one, "text": text, "score": float(score_QN[0, n]),
        "nats": float(nats_QN[0, i]), "standard_error": float(error_N[i]), "token_nats": nats_QN[1:, i].tolist(),
@@ -108,15 +108,12 @@ class Sources:
       logp_A, found = -losses, [*found, sketches]
     return logp_A, found
 
-  def _texts_of(self, ids: list[dict]) -> list[str]:
+  def _texts_of(self, chunks: list[int]) -> list[str]:
     """The text of each chunk; empty where the source of the index cannot be read."""
-    keys = [(one["domain"], one["path"], one["offset"]) for one in ids]
+    keys = [tuple(self.index.ids[n][:3]) for n in chunks]
     whole = self._texts.find(dict.fromkeys(keys))
-    found = []
-    for key, one in zip(keys, ids, strict=True):
-      end = min((chunk for chunk in self._chunks[key] if chunk > one["chunk"]), default=None)
-      found.append(whole.get(key, "").encode()[one["chunk"] : end].decode("utf-8", "replace"))
-    return found
+    texts = (whole.get(key, "").encode()[slice(*self._spans[n])] for key, n in zip(keys, chunks, strict=True))
+    return [text.decode("utf-8", "replace") for text in texts]
 
   def _trained(self, keys: list[tuple]) -> list[list[dict]]:
     """The steps in which the run trained on each chunk, with its contribution to the first validation set then."""
