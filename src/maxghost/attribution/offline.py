@@ -143,7 +143,7 @@ def build_index(
     names.append(words.write(folder, texts, len(ids)))
   about = {
     "version": VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
-    "chunks": len(ids), "fingerprint": corpus.source.fingerprint, "checkpoints": checkpoints,
+    "chunks": len(ids), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,
     "files": {name: sha256(folder / name) for name in names},
   }  # fmt: skip
   write_text(folder / "index.json", json.dumps(sealed(about), indent=2))

@@ -37,7 +37,8 @@ class Sources:
 
   def __init__(self, run_dir: Path, index_dir: Path, cfg: Config, points: Iterator[Point]):
     about, data = open_index(index_dir), cfg.data
-    self.method = f"direction {about['direction']}, estimated from {about['directions']} random directions"
+    ranked = "ranked by similar gradients and shared words, of a token by gradients alone"
+    self.cfg, self.method = cfg, f"{ranked}; nats along direction {about['direction']}, {about['directions']} sketches"
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.index, self.notes, self._log = Index(index_dir, about), [], None
     self._sketcher = Sketcher(cfg, Layout(data.max_target_length, 1), 1, about["directions"])
