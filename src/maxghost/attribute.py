@@ -206,10 +206,10 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
 
-  method = args.method or offline.CONTRIBUTION
-  if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:
+  method = args.method or index.CONTRIBUTION
+  if cfg.ghost.curvature == "hessian" and method == index.CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
-  if cfg.counts_clipping and method == offline.CONTRIBUTION:
+  if cfg.counts_clipping and method == index.CONTRIBUTION:
     problem = "ghost_direction=marginal counts what a document changes of the clipping, which no sketch tells"
     raise ConfigError(f"--index: {problem}; give --direction path, and --data for an index that was written without")
   if corpus is not None:
@@ -221,11 +221,11 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   if not queries:
     return 0
   about = index.open_index(args.index, list(paths))
-  written = about.get("method", offline.CONTRIBUTION)
+  written = about.get("method", index.CONTRIBUTION)
   if args.method not in ("", written):
     raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
   unit, way = offline.UNIT, f"direction {about['direction']}"
-  if written == offline.LESS:
+  if written == index.LESS:
     unit, way = offline.LESS_UNIT, "LESS"
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
@@ -240,7 +240,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
       print(f"{rank:>6} {number(value, plus=True):>11} ± {number(error, 2):<8} {printable(place)}")
-  by = "its value" if written == offline.LESS else args.order
+  by = "its value" if written == index.LESS else args.order
   print(f"\nranked by {by}; ± is the standard error; = marks ranks by nats that it does not tell apart")
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
