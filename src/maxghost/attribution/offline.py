@@ -145,8 +145,8 @@ def nearest(
   The product of two sketches along one direction has the contribution as its mean (`ghost.sketch`), so the estimate is
   the mean over R directions, and the spread over their G groups gives its standard error: root of the variance over G.
   by: one of `index.ORDERS`; LESS knows only its value. rank: with NATS, one more than the number of chunks that are
-  better by more than 2 standard errors of the difference, which is smaller than the errors suggest, as both chunks have the same
-  directions. tied: another chunk, shown or next, is within them.
+  better by more than 2 standard errors of the difference, which is smaller than the errors suggest, as both chunks have
+  the same directions. tied: another chunk, shown or next, is within them.
   """
   by = index.NATS if about.get("method") == index.LESS else by
   method = METHODS[about.get("method", index.CONTRIBUTION)]
