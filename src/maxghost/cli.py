@@ -23,6 +23,7 @@ VERBS = {
   "report": ("maxghost.report", "tables and report.html of a run"),
   "scores": ("maxghost.scores", "query the scores of a run"),
   "generate": ("maxghost.generate", "continue a prompt with a trained model"),
+  "serve": ("maxghost.serve", "answer OpenAI's API over HTTP, with a page that shows an answer's sources"),
   "attribute": ("maxghost.attribute", "score a corpus against queries at fixed checkpoints"),
   "data": ("maxghost.data.__main__", "prepare a corpus for training"),
   "distill-logits": ("maxghost.distill_logits", "write a teacher's logits once, for distillation without the teacher"),

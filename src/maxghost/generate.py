@@ -75,17 +75,15 @@ def main(argv: list[str] | None = None) -> int:
   args = parse(argv)
   from maxghost import load_model
   from maxghost.data.conversations import Rendering
-  from maxghost.data.tokenizers import load_tokenizer
   from maxghost.serving import Generator, Sampling
   from maxghost.serving.samples import encode
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
   changes = {"dtype": args.dtype} if args.dtype else {}
   place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
-  tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
+  tokenizer, stop_ids = load_model.reading(place, cfg)
   texts = _prompts(args)
   prompts = encode(texts, tokenizer, cfg)
-  stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
   if args.chat:
     rendering = Rendering.of(cfg.data, tokenizer)
     try:
