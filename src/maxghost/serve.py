@@ -77,10 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     import_package(package, "maxghost serve", "serve")
   from maxghost import load_model
 
-  place, cfg = load_model.find(args.model, args.config, **({"dtype": args.dtype} if args.dtype else {}))
-  listener = _listen(args.host, args.port)
-  served = _open(args, place, cfg)
-  return _run(args, listener, served)
+  with _listen(args.host, args.port) as listener:
+    place, cfg = load_model.find(args.model, args.config, **({"dtype": args.dtype} if args.dtype else {}))
+    return _run(args, listener, _open(args, place, cfg))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -90,6 +89,7 @@ def _listen(host: str, port: int) -> socket.socket:
   try:
     made.bind((host, port))
   except (OSError, OverflowError) as error:
+    made.close()
     raise ConfigError(f"--host {host} --port {port}: cannot be used ({error}); use another port, or 0") from error
   return made
 

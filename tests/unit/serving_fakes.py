@@ -59,23 +59,26 @@ class EchoBatcher:
   """pause: seconds of a token. slots: most jobs at once; more are refused."""
 
   def __init__(self, pause=0.0, slots=8):
-    self.pause, self.slots, self.counters, self.jobs, self.failure = pause, slots, Counters(), [], ""
+    self.pause, self.slots, self.counters, self.jobs, self._lock = pause, slots, Counters(), [], threading.Lock()
 
   def submit(self, request):
     if not request.prompt:
       raise ValueError("the prompt is empty")
-    if self.counters.running >= self.slots:
-      raise QueueFull("0 requests wait already")
-    self.counters.running += 1
-    self.counters.prompt_tokens += len(request.prompt)
-    self.jobs.append(EchoJob(request, self))
-    threading.Thread(target=self.jobs[-1].run, daemon=True).start()
-    return self.jobs[-1]
+    job = EchoJob(request, self)
+    with self._lock:
+      if self.counters.running >= self.slots:
+        raise QueueFull("0 requests wait already")
+      self.counters.running += 1
+      self.counters.prompt_tokens += len(request.prompt)
+      self.jobs.append(job)
+    threading.Thread(target=job.run, daemon=True).start()
+    return job
 
   def end(self, finish):
-    self.counters.running -= 1
     name = {"cancelled": "cancelled", "error": "failed"}.get(finish, "done")
-    setattr(self.counters, name, getattr(self.counters, name) + 1)
+    with self._lock:
+      self.counters.running -= 1
+      setattr(self.counters, name, getattr(self.counters, name) + 1)
 
   def close(self, timeout=0.0):
     for job in self.jobs:
@@ -92,13 +95,15 @@ def served(batcher, **changes):
 def serving(model, **options):
   """The port of a server in a thread."""
   config = uvicorn.Config(Server(model, **options).app, port=0, log_level="critical", lifespan="off", ws="none")
+  config.timeout_graceful_shutdown = 3
   server = uvicorn.Server(config)
-  thread = threading.Thread(target=server.run)
+  thread = threading.Thread(target=server.run, daemon=True)
   thread.start()
   until(lambda: server.started)
   try:
     yield server.servers[0].sockets[0].getsockname()[1]
   finally:
+    model.batcher.close()
     server.should_exit = True
     thread.join(20)
 

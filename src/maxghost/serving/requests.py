@@ -5,7 +5,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.data.conversations import Rendering, messages_of
@@ -18,18 +18,17 @@ class Refused(Exception):
   """An answer in OpenAI's error format. param: what is wrong in the body. headers: of the answer."""
 
   def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400, **headers):
-    super().__init__(message)
-    self.status, self.headers = status, headers
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    self.status, self.headers = status, headers
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-  """A model and what it can do. encode: ids of a text as a prompt; it raises ConfigError. size: most positions of
-  prompt and answer together. vocab_size: of the model. rendering: of conversations; None where there is no template, as `no_chat` says.
-  sources: (ids of a prompt, ids of its answer, how many) -> JSON object; None where there are none, as `no_sources`
-  says. chats: whether the page asks questions, rather than for the beginning of a text."""
+  """A model and what it can do. encode: ids of a text as a prompt; raises ConfigError. size: most positions of a prompt
+  and its answer. rendering: of conversations; None = no chat, because of `no_chat`. sources: (ids of a prompt, ids of
+  its answer, how many) -> JSON object; None = none, because of `no_sources`. chats: the page asks questions; otherwise
+  for the beginning of a text."""
 
   name: str
   batcher: Batcher
@@ -44,28 +43,26 @@ class Served:
   chats: bool = False
 
 
-class _Field(NamedTuple):
-  kind: type
-  default: Any = None
-  least: float = -math.inf
-  most: float = math.inf
-
-
-_COMMON = {
-  "model": _Field(str), "n": _Field(int, 1, 1, 128), "stream": _Field(bool, False), "stream_options": _Field(dict),
-  "max_tokens": _Field(int, None, 1), "stop": _Field(object), "seed": _Field(int, None, -(2**63), 2**63 - 1),
-  "temperature": _Field(float, 1.0), "top_p": _Field(float, 1.0), "top_k": _Field(int, 0), "min_p": _Field(float, 0.0),
-  "repetition_penalty": _Field(float, 1.0), "ignore_eos": _Field(bool, False),
-  "return_token_ids": _Field(bool, False), "user": _Field(str),
+# name: (kind, value where none is given, least, most)
+_SAMPLING = {
+  "temperature": (float, 1.0), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
+  "repetition_penalty": (float, 1.0),
 }  # fmt: skip
-COMPLETION = _COMMON | {"prompt": _Field(object), "logprobs": _Field(int, None, 0, 5)}
+_COMMON = _SAMPLING | {
+  "model": (str, None), "n": (int, 1, 1, 128), "max_tokens": (int, None, 1), "stop": (object, ""),
+  "seed": (int, None, -(2**63), 2**63 - 1), "stream": (bool, False), "stream_options": (dict, {}), "user": (str, None),
+  "ignore_eos": (bool, False), "return_token_ids": (bool, False),
+}  # fmt: skip
+COMPLETION = _COMMON | {"prompt": (object, None), "logprobs": (int, None, 0, 5)}
 CHAT = _COMMON | {
-  "messages": _Field(list), "logprobs": _Field(bool, False), "top_logprobs": _Field(int, 0, 0, 20),
-  "max_completion_tokens": _Field(int, None, 1),
+  "messages": (list, None), "logprobs": (bool, None), "top_logprobs": (int, 0, 0, 20),
+  "max_completion_tokens": (int, None, 1),
 }  # fmt: skip
-SOURCES = {"model": _Field(str), "prompt": _Field(object), "messages": _Field(list), "answer": _Field(object)}
-SOURCES |= {"top": _Field(int, 10, 1, 100)}
-# what OpenAI's API has and this server has not: the value that asks for nothing
+SOURCES = {
+  "model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None),
+  "top": (int, 10, 1, 100),
+}  # fmt: skip
+# what OpenAI's API has and this server has not, with the value that asks for nothing
 _NEUTRAL = {
   "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
   "tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"}, "modalities": ["text"],
@@ -74,39 +71,40 @@ _NEUTRAL = {
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
 
-def read(body: bytes, fields: Mapping[str, _Field], name: str) -> dict[str, Any]:
-  """The values of all `fields` in a body for the model `name`. Raises Refused."""
+def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]:
+  """The values of all `fields` in a body for `model`. Raises Refused."""
   try:
     given = json.loads(body)
   except (ValueError, RecursionError) as error:
     raise Refused(f"the body is no JSON: {error}") from error
   if not isinstance(given, dict):
     raise Refused("the body is no JSON object")
-  values = {name: field.default for name, field in fields.items()}
-  for key, value in given.items():
-    field = fields.get(key)
-    if field is None and key in _NEUTRAL:
-      if value is not None and value != _NEUTRAL[key]:
-        raise Refused(f"{key}={_short(value)} is not offered; leave {key} out", key, "unsupported_parameter")
-    elif field is None:
-      hint = did_you_mean(key, fields) or f"; there are {', '.join(fields)}"
-      raise Refused(f"unknown parameter {_short(key)}{hint}", key[:64], "unknown_parameter")
-    elif value is not None:
-      values[key] = _checked(key, value, field)
-  if values["model"] not in (None, name):
-    wanted = _short(values["model"])
-    hint = did_you_mean(values["model"], [name]) or f"; this server has '{name}'"
-    raise Refused(f"the model {wanted} does not exist{hint}", "model", "model_not_found", 404)
+  values = {name: field[1] for name, field in fields.items()}
+  for name, value in given.items():
+    if name in fields:
+      values[name] = values[name] if value is None else _checked(name, value, *fields[name])
+    elif name not in _NEUTRAL:
+      hint = did_you_mean(name, fields) or f"; there are {', '.join(fields)}"
+      raise Refused(f"unknown parameter {_short(name)}{hint}", name[:64], "unknown_parameter")
+    elif value not in (None, _NEUTRAL[name]):
+      raise Refused(f"{name}={_short(value)} is not offered; leave {name} out", name, "unsupported_parameter")
+  check_model(values["model"], model)
   return values
 
 
-def _checked(key: str, value: Any, field: _Field) -> Any:
-  kinds = (int, float) if field.kind is float else field.kind
-  if not isinstance(value, kinds) or (isinstance(value, bool) and field.kind in (int, float)):
-    raise Refused(f"{key}={_short(value)} is not {_WORDS[field.kind]}", key)
-  if field.kind in (int, float) and not field.least <= value <= field.most:
-    limits = [f"{word} {limit}" for word, limit in (("at least", field.least), ("at most", field.most)) if abs(limit) < 2**62]
-    raise Refused(f"{key}={_short(value)}: {', '.join(limits) or 'within 64 bits'}", key)
+def check_model(name: str | None, model: str) -> None:
+  """Raises Refused if a client names another model than `model`."""
+  if name not in (None, model):
+    hint = did_you_mean(name, [model]) or f"; this server has '{model}'"
+    raise Refused(f"the model {_short(name)} does not exist{hint}", "model", "model_not_found", 404)
+
+
+def _checked(name: str, value: Any, kind: type, _, least: float = -math.inf, most: float = math.inf) -> Any:
+  number = kind in (int, float)
+  if not isinstance(value, (int, float) if kind is float else kind) or (number and isinstance(value, bool)):
+    raise Refused(f"{name}={_short(value)} is not {_WORDS[kind]}", name)
+  if number and not least <= value <= most:
+    raise Refused(f"{name}={_short(value)}: at least {least}" + f", at most {most}" * (most < math.inf), name)
   return value
 
 
@@ -124,11 +122,10 @@ def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
       return [served.rendering.prompt(messages_of(values["messages"], "messages"))]
     except ValueError as error:
       raise Refused(str(error), "messages") from error
-  given = values.get("prompt")
-  if given is None:
-    missing = "messages" if "prompt" not in values else "prompt"
-    raise Refused(f"{missing} is missing", missing, "missing_required_parameter")
-  several = isinstance(given, list) and (not given or not isinstance(given[0], int))
+  if (given := values.get("prompt")) is None:
+    name = "prompt" if "prompt" in values else "messages"
+    raise Refused(f"{name} is missing", name, "missing_required_parameter")
+  several = isinstance(given, list) and given and type(given[0]) is not int
   return [ids_of(one, "prompt", served) for one in (given if several else [given])]
 
 
@@ -137,46 +134,40 @@ def ids_of(given: Any, name: str, served: Served) -> list[int]:
   if isinstance(given, str):
     try:
       return served.encode(given) if name == "prompt" else served.tokenizer.encode([given.encode()])[0].tolist()
-    except (ConfigError, UnicodeEncodeError) as error:
+    except (ConfigError, UnicodeEncodeError) as error:  # a lone surrogate
       raise Refused(str(error), name) from error
-  if isinstance(given, list) and given and all(type(one) is int for one in given):
-    if not 0 <= min(given) <= max(given) < served.vocab_size:
-      raise Refused(f"{name} has ids outside of 0 to {served.vocab_size - 1}", name)
-    return given
-  raise Refused(f"{name}={_short(given)} is neither a text nor a list of token ids", name)
+  if not isinstance(given, list) or not all(type(one) is int and 0 <= one < served.vocab_size for one in given):
+    raise Refused(f"{name}={_short(given)} is neither a text nor a list of ids from 0 to {served.vocab_size - 1}", name)
+  return given
 
 
 def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served: Served) -> list[Request]:
   """`n` requests for each prompt. Raises Refused."""
-  chat, longest = "messages" in values, max(map(len, prompts), default=0)
-  most = values["max_tokens"]
+  chat, longest, most = "messages" in values, max(map(len, prompts), default=0), values["max_tokens"]
   if chat and None not in (most, other := values["max_completion_tokens"]) and most != other:
     raise Refused(f"max_tokens={most} and max_completion_tokens={other} differ; give one", "max_tokens")
   most = values.get("max_completion_tokens") or most
   if longest + (most or 1) > served.size:
     asked = f"{longest} tokens of the prompt and {most or 1} of the answer are more than the {served.size} positions"
-    way = "shorten them, or start the server with a larger --cache"
+    way = "ask for less, or start the server with a larger --cache"
     raise Refused(f"{asked} of the cache; {way}", "messages" if chat else "prompt", "context_length_exceeded")
-  stop = values["stop"] if isinstance(values["stop"], list) else [values["stop"] or ""]
+  stop = values["stop"] if isinstance(values["stop"], list) else [values["stop"]]
   if not all(isinstance(text, str) for text in stop) or len(stop) > 16:
     raise Refused(f"stop={_short(values['stop'])} is neither a text nor a list of at most 16", "stop")
-  names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-  chosen = {name: values[name] for name in names}
+  if wrong := values["stream_options"].keys() - {"include_usage"}:
+    raise Refused(f"stream_options has {_short(min(wrong))}; it takes include_usage", "stream_options")
+  if chat and values["top_logprobs"] and not values["logprobs"]:
+    raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
+  chosen = {name: values[name] for name in _SAMPLING}
   if chosen["temperature"] == 0:  # the likeliest token survives every cut
-    chosen |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    chosen |= {name: _SAMPLING[name][1] for name in ("top_p", "top_k", "min_p")}
   try:
     sampling = Sampling(**chosen)
   except ConfigError as error:
-    raise Refused(str(error), next((name for name in names if str(error).startswith(name)), None)) from error
+    raise Refused(str(error), next((name for name in chosen if str(error).startswith(name)), None)) from error
   seed = random.getrandbits(30) if values["seed"] is None else values["seed"]
-  shared = {
-    "sampling": sampling, "stop": tuple(filter(None, stop)), "ignore_stop_ids": values["ignore_eos"],
-    "logprobs": values["top_logprobs"] if chat else values["logprobs"] or 0,
-  }  # fmt: skip
-  if chat and values["top_logprobs"] and not values["logprobs"]:
-    raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
-  return [
-    Request(tuple(prompt), most or (served.size - len(prompt) if chat else min(16, served.size - len(prompt))),
-            seed=seed + i, **shared)
-    for prompt in prompts for i in range(values["n"])
-  ]  # fmt: skip
+  fixed: dict[str, Any] = {"sampling": sampling, "stop": tuple(filter(None, stop)), "ignore_stop_ids": values["ignore_eos"]}
+  fixed["logprobs"] = values["top_logprobs"] if chat else values["logprobs"] or 0
+  lengths = [most or min(served.size - len(prompt), served.size if chat else 16) for prompt in prompts]
+  asked = zip(prompts, lengths, strict=True)
+  return [Request(tuple(ids), new, seed=seed + i, **fixed) for ids, new in asked for i in range(values["n"])]

@@ -1,0 +1,350 @@
+"""The HTTP server: OpenAI's client, wrong requests, limits, clients that leave; then the command on a tiny model."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+from serving_fakes import EchoBatcher, call, served, serving, until
+
+from maxghost import cli, serve
+from maxghost.config import ConfigError
+from maxghost.serving import http as server
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def batcher():
+  return EchoBatcher()
+
+
+@pytest.fixture(scope="module")
+def port(batcher):
+  with serving(served(batcher), seconds=20.0) as found:
+    yield found
+
+
+@pytest.fixture(scope="module")
+def client(port):
+  with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as made:
+    yield made
+
+
+def test_the_official_client_completes(client):
+  assert [model.id for model in client.models.list()] == [client.models.retrieve("echo").id] == ["echo"]
+  got = client.completions.create(model="echo", prompt=["ab", "xyz"], n=2, logprobs=2, max_tokens=3)
+  assert [(c.index, c.text, c.finish_reason) for c in got.choices] == [
+    (0, "ab", "stop"), (1, "ab", "stop"), (2, "xyz", "length"), (3, "xyz", "length"),
+  ]  # fmt: skip
+  assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (7, 12, 19)
+  said = got.choices[0].logprobs
+  assert said.tokens == ["a", "b", ""] and said.token_logprobs == [-0.5] * 3 and said.text_offset == [0, 1, 2]
+  assert said.top_logprobs[0] == {"a": -0.5, "x": -1.5, "y": -9999.0}
+
+
+def test_offsets_count_characters_of_the_text(client):
+  said = client.completions.create(model="echo", prompt="aé漢b", logprobs=0).choices[0].logprobs
+  assert said.text_offset == [0, 1, 1, 2, 2, 2, 3, 4] and said.top_logprobs == [{}] * 8
+  assert b"".join(map(bytes, said.bytes)) == "aé漢b".encode()
+
+
+def test_the_official_client_chats_and_streams(client):
+  messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]
+  expected = "system: s\nuser: 1+1?\nassistant:"
+  got = client.chat.completions.create(
+    model="echo", messages=messages, logprobs=True, top_logprobs=3, max_completion_tokens=99, temperature=0, top_p=0.5
+  )
+  assert (got.choices[0].message.content, got.choices[0].message.role) == (expected, "assistant")
+  tokens = got.choices[0].logprobs.content
+  assert (tokens[1].token, tokens[1].bytes, tokens[1].top_logprobs[1].logprob) == ("y", [121], -1.5)
+  stream = client.chat.completions.create(
+    model="echo", messages=messages, stream=True, stream_options={"include_usage": True}, extra_body={"top_k": 3}
+  )
+  *chunks, last = list(stream)
+  assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected and len(chunks) > 20
+  assert chunks[-1].choices[0].finish_reason == "stop" and {chunk.usage for chunk in chunks} == {None}
+  assert not last.choices and last.usage.completion_tokens == len(expected) + 1
+  stream = client.completions.create(model="echo", prompt="abc", stream=True, n=2, extra_body={"return_token_ids": True})
+  found = {0: [], 1: []}
+  for chunk in stream:
+    assert chunk.object == "text_completion" and chunk.usage is None
+    found[chunk.choices[0].index] += chunk.choices[0].token_ids
+  assert found == {0: [97, 98, 99, 257], 1: [97, 98, 99, 257]}
+
+
+def test_what_is_asked_reaches_the_batcher(client, batcher):
+  more = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5, "ignore_eos": True}
+  given = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["x", "yz"], "presence_penalty": 0, "user": "me"}
+  client.completions.create(model="echo", prompt=[256, 65], max_tokens=9, n=2, **given, extra_body=more)
+  one, two = (job.request for job in batcher.jobs[-2:])
+  sampling = one.sampling
+  assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 5, 0.9)
+  assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.5)
+  assert (one.prompt, one.max_tokens, one.stop, one.ignore_stop_ids) == ((256, 65), 9, ("x", "yz"), True)
+  assert (one.seed, two.seed, one.logprobs) == (7, 8, 0)
+  client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "a"}])
+  chat = batcher.jobs[-1].request
+  assert chat.max_tokens == 400 - len(chat.prompt) and chat.sampling.temperature == 1.0  # OpenAI's defaults
+  client.completions.create(model="echo", prompt="a" * 390)
+  assert batcher.jobs[-1].request.max_tokens == 9  # 16, or what the cache leaves
+
+
+def test_errors_are_of_the_right_class(client):
+  with pytest.raises(openai.NotFoundError, match="ehco.* does not exist; did you mean 'echo'") as found:
+    client.completions.create(model="ehco", prompt="a")
+  assert found.value.code == "model_not_found" and found.value.param == "model"
+  with pytest.raises(openai.NotFoundError):
+    client.models.retrieve("other/model")
+  with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'") as wrong:
+    client.completions.create(model="echo", prompt="a", extra_body={"temprature": 1})
+  assert (wrong.value.type, wrong.value.param) == ("invalid_request_error", "temprature")
+  with pytest.raises(openai.InternalServerError, match="the model broke"):
+    client.completions.create(model="echo", prompt="fail")
+  with pytest.raises(openai.APIError, match="the model broke"):
+    list(client.completions.create(model="echo", prompt="fail", stream=True))
+  assert client.completions.create(model="echo", prompt="on").choices[0].text == "on"
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+WRONG = [
+  (COMPLETIONS, {}, "prompt is missing"),
+  (CHATS, {}, "messages is missing"),
+  (CHATS, {"prompt": "a"}, "unknown parameter"),
+  (CHATS, {"messages": "a"}, "is not a list"),
+  (CHATS, {"messages": [{"role": "usr", "content": "a"}]}, "did you mean 'user'"),
+  (CHATS, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "is not offered; leave tools out"),
+  (CHATS, {"messages": MESSAGES, "top_logprobs": 2}, "needs logprobs=true"),
+  (CHATS, {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "differ; give one"),
+  (CHATS, {"messages": MESSAGES, "stream_options": {"usage": 1}}, 'stream_options has \\"usage\\"'),
+  (COMPLETIONS, {"prompt": "a", "n": 0}, "n=0: at least 1, at most 128"),
+  (COMPLETIONS, {"prompt": "a", "n": True}, "n=true is not a whole number"),
+  (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "is not a number"),
+  (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature=-1"),
+  (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, "top_p=1.5"),
+  (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature=NaN: at least"),
+  (COMPLETIONS, {"prompt": "a", "seed": 1 << 70}, "seed="),
+  (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop=[1] is neither"),
+  (COMPLETIONS, {"prompt": "a", "echo": True}, "echo=true is not offered"),
+  (COMPLETIONS, {"prompt": "a", "model": 3}, "is not a text"),
+  (COMPLETIONS, {"prompt": ["a", 3]}, "neither a text nor a list of ids"),
+  (COMPLETIONS, {"prompt": [3, 263]}, "ids from 0 to 262"),
+  (COMPLETIONS, {"prompt": []}, "prompt"),
+  (COMPLETIONS, b'{"prompt": "\\ud800"}', "surrogates not allowed"),
+  (COMPLETIONS, {"prompt": "a" * 400}, "401 tokens of the prompt and 1 of the answer are more than the 400 positions"),
+  (COMPLETIONS, {"prompt": "a", "max_tokens": 399}, "more than the 400 positions of the cache"),
+  (COMPLETIONS, {"prompt": ""} | {"x" * 99: 1}, "there are temperature"),
+  (COMPLETIONS, b"{", "is no JSON"),
+  (COMPLETIONS, b"[]", "no JSON object"),
+  (COMPLETIONS, b"[" * 100_000, "is no JSON"),
+  (COMPLETIONS, b"\xff", "is no JSON"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), WRONG, ids=range(len(WRONG)))
+def test_wrong_bodies(port, path, body, message):
+  status, answer = call(port, path, body)
+  assert (status, answer["error"]["type"], {*answer["error"]}) == (400, "invalid_request_error", {*"message type param code".split()})
+  assert message in json.dumps(answer, ensure_ascii=False) and len(answer["error"]["message"]) < 1000
+
+
+def test_other_addresses_and_methods(port):
+  status, answer = call(port, "/v1/completion", {})
+  assert status == 404 and "did you mean '/v1/completions'" in answer["error"]["message"]
+  assert call(port, COMPLETIONS)[0] == 405
+  assert call(port, "/health") == (200, {"status": "ok"})
+  status, text = call(port, "/metrics")
+  assert status == 200 and 'maxghost_http_responses_total{path="/v1/completions",status="200"}' in text
+  assert "# TYPE maxghost_requests_running gauge\nmaxghost_requests_running 0\n" in text
+
+
+def test_a_large_body_is_refused_and_the_server_goes_on(port, client):
+  with pytest.raises(openai.APIStatusError, match="at most 1048576 are read") as large:
+    client.completions.create(model="echo", prompt="a" * 10_000_000)
+  assert large.value.status_code == 413
+  assert client.completions.create(model="echo", prompt="on").choices[0].text == "on"
+
+
+def test_a_body_that_does_not_arrive(port, monkeypatch):
+  monkeypatch.setattr(server, "BODY_SECONDS", 0.1)
+  connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+  connection.putrequest("POST", COMPLETIONS)
+  connection.putheader("Content-Length", "99")
+  connection.endheaders(b"{")
+  assert connection.getresponse().status == 408
+
+
+@pytest.fixture(scope="module")
+def slow():
+  """(batcher, port) with 4 slots, where an answer takes long."""
+  made = EchoBatcher(pause=0.02, slots=4)
+  with serving(served(made), seconds=20.0) as found:
+    yield made, found
+
+
+def send(port, body) -> socket.socket:
+  raw = json.dumps(body).encode()
+  connection = socket.create_connection(("127.0.0.1", port), 20)
+  connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+  return connection
+
+
+LONG = {"prompt": "a" * 190, "max_tokens": 200, "n": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slots(slow, stream):
+  batcher, port = slow
+  before = batcher.counters.cancelled
+  connection = send(port, LONG | {"stream": stream})
+  until(lambda: batcher.counters.running == 2)
+  if stream:
+    assert connection.recv(15) == b"HTTP/1.1 200 OK"
+  connection.close()
+  until(lambda: batcher.counters.running == 0)
+  assert batcher.counters.cancelled == before + 2
+
+
+def test_a_client_that_sends_half_a_body_and_leaves(slow):
+  _, port = slow
+  connection = socket.create_connection(("127.0.0.1", port), 20)
+  connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{".encode())
+  connection.close()
+  until(lambda: 'path="/v1/completions",status="499"' in call(port, "/metrics")[1])
+
+
+def test_a_full_queue_says_when_to_come_again(slow):
+  batcher, port = slow
+  connections = [send(port, LONG) for _ in range(2)]
+  until(lambda: batcher.counters.running == 4)
+  with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+    with pytest.raises(openai.RateLimitError) as full:
+      client.completions.create(model="echo", prompt="a")
+  assert full.value.response.headers["Retry-After"] == "1" and full.value.code == "queue_full"
+  connections[0].close()
+  until(lambda: batcher.counters.running == 2)
+  jobs = len(batcher.jobs)
+  status, _ = call(port, COMPLETIONS, LONG | {"n": 3})  # the third is refused, which cancels the two before it
+  assert status == 429 and len(batcher.jobs) == jobs + 2
+  connections[1].close()
+  until(lambda: batcher.counters.running == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long(stream):
+  batcher = EchoBatcher(pause=0.02)
+  with serving(served(batcher), seconds=0.3) as port:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client:  # it does not try again
+      with pytest.raises(openai.APIError, match=r"within the 0\.3 s"):
+        list(client.completions.create(model="echo", prompt="a" * 99, max_tokens=99, stream=stream))
+  assert (batcher.counters.running, batcher.counters.cancelled, len(batcher.jobs)) == (0, 1, 1)
+
+
+def test_a_key_is_asked_for():
+  with serving(served(EchoBatcher()), api_key="gehéim") as port:
+    assert call(port, COMPLETIONS, {"prompt": "a"})[0] == 401
+    assert call(port, COMPLETIONS, {"prompt": "a"}, Authorization="Bearer gehé".encode())[0] == 401
+    status, answer = call(port, COMPLETIONS, {"prompt": "a"}, Authorization="Bearer gehéim".encode("latin-1"))
+    assert status == 200 and answer["choices"][0]["text"] == "a"
+    for path in ("/v1/models", "/metrics", "/v1/sources"):
+      assert call(port, path, {} if path == "/v1/sources" else None)[0] == 401
+    for path in ("/", "/page.js", "/style.css", "/health"):
+      assert call(port, path)[0] == 200
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="wrong", max_retries=0) as client:
+      with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_without_a_key_foreign_pages_are_not_answered(port):
+  for headers in ({"Host": "evil.example"}, {"Host": ""}, {"Host": "[1"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+    assert call(port, COMPLETIONS, {"prompt": "a"}, **headers)[0] == 403, headers
+  for name in ("localhost", "127.0.0.1", "[::1]"):
+    own = {"Host": f"{name}:{port}", "Origin": f"http://{name}:{port}"}
+    assert call(port, COMPLETIONS, {"prompt": "a"}, **own)[0] == 200
+
+
+def test_a_model_without_template_and_index_says_so(port):
+  status, answer = call(port, "/v1/sources", {"prompt": "a", "answer": "b"})
+  assert (status, answer["error"]["message"]) == (404, "no index: write one")
+  with serving(served(EchoBatcher(), rendering=None, no_chat="no chat template")) as other:
+    status, answer = call(other, CHATS, {"messages": MESSAGES})
+  assert status == 400 and answer["error"]["message"] == "no chat template; /v1/completions continues texts"
+
+
+def test_sources_of_an_answer():
+  asked, wait = [], threading.Event()
+
+  def find(prompt, answer, top):
+    asked.append((prompt, answer, top))
+    if top == 100:
+      wait.wait(20)
+    if top == 99:
+      raise ConfigError("the index has other weights")
+    return {"documents": [], "seconds": 0.5}
+
+  with serving(served(EchoBatcher(), sources=find), seconds=20.0) as port:
+    ask = lambda **body: call(port, "/v1/sources", body)  # noqa: E731
+    assert ask(prompt="ab", answer="cd") == (200, {"documents": [], "seconds": 0.5})
+    assert ask(messages=MESSAGES, answer=[99, 262, 257], top=3)[0] == 200
+    rendered = [256, *b"user: a\nassistant:"]
+    assert asked == [([256, 97, 98], [99, 100], 10), (rendered, [99, 262, 257], 3)]
+    assert ask(prompt="a", answer="b", top=99)[1]["error"]["message"] == "the index has other weights"
+    wrong = ({}, {"prompt": "a"}, {"prompt": "a", "messages": MESSAGES, "answer": "a"}, {"prompt": ["a", "b"], "answer": "c"})
+    wrong += ({"prompt": "a", "answer": ""}, {"prompt": "a", "answer": [263]}, {"prompt": "a", "answer": "b" * 399})
+    for body in wrong:
+      assert ask(**body)[0] == 400, body
+    threads = [threading.Thread(target=ask, kwargs={"prompt": "a", "answer": "b", "top": 100}) for _ in range(8)]
+    for thread in threads:
+      thread.start()
+    until(lambda: ask(prompt="a", answer="b", top=101)[0] == 400 and ask_full(port))
+    wait.set()
+    for thread in threads:
+      thread.join()
+
+
+def ask_full(port):
+  time.sleep(0.2)
+  return call(port, "/v1/sources", {"prompt": "a", "answer": "b"})[0] == 429
+
+
+def test_a_failure_of_the_server_is_told_in_words(caplog):
+  broken = served(EchoBatcher(), sources=lambda *_: 1 / 0)
+  with serving(broken) as port:
+    status, answer = call(port, "/v1/sources", {"prompt": "a", "answer": "b"})
+    assert (status, answer["error"]["type"]) == (500, "server_error") and "Zero" not in json.dumps(answer)
+    assert call(port, "/health")[0] == 200
+
+
+def test_the_page_loads_nothing_from_elsewhere(port):
+  for path in ("/", "/page.js", "/style.css"):
+    status, text = call(port, path)
+    assert status == 200 and "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "")
+    assert "innerHTML" not in text and "style=" not in text  # texts are put in as texts; the policy forbids the other
+
+
+def test_wrong_arguments(tmp_path, capsys, monkeypatch):
+  monkeypatch.delenv(serve.KEY, raising=False)
+  taken = socket.create_server(("127.0.0.1", 0))
+  (tmp_path / "empty").mkdir()
+  empty, port = str(tmp_path / "empty"), str(taken.getsockname()[1])
+  for arguments, message in (
+    ([empty], "is no Orbax checkpoint"),
+    ([f"{tmp_path}/nowhere"], "there is no model folder"),
+    ([empty, "--host", "0.0.0.0"], f"set the variable {serve.KEY}"),
+    ([empty, "--slots", "0"], "--slots 0: at least 1"),
+    ([empty, "--port", "70000"], "--port 70000"),
+    ([empty, "--prot", "1"], "did you mean '--port'"),
+    ([empty, "--api-key", "@nowhere"], "nowhere cannot be read"),
+  ):
+    assert cli.main(["serve", *arguments]) == 2
+    assert message in capsys.readouterr().err
+  with pytest.raises(ConfigError, match=f"--port {port}: cannot be used"):
+    serve._listen("127.0.0.1", int(port))
+  (tmp_path / "key").write_text("secret\n")
+  assert serve.parse(["x", "--host", "::", "--api-key", f"@{tmp_path}/key"]).api_key == "secret"
+  monkeypatch.setenv(serve.KEY, "other")
+  assert serve.parse(["x"]).api_key == "other" and serve.parse(["x", "--api-key", "shown"]).api_key == "shown"
+  assert "seen in the list of processes" in capsys.readouterr().err
