@@ -21,8 +21,9 @@ examples:
   maxghost generate runs/base/checkpoints/200 --prompts prompts.txt --stop "</s>"
   maxghost generate configs/base.yml load_parameters_path=runs/base prompt="def main("
 """
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # flags that are fields of Sampling
 # key that may follow a configuration -> its flag
-KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype")}
+KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", *SAMPLING, "seed", "dtype")}
 KEYS["lora_restore_path"] = "--adapter"
 
 
@@ -54,6 +55,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--top_k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0 = all (0)")
   add("--top_p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of share P (1)")
+  add(
+    "--min_p", type=float, default=0.0, metavar="P", help="only tokens at least P times as likely as the likeliest (0)"
+  )
+  add(
+    "--repetition_penalty",
+    type=float,
+    default=1.0,
+    metavar="X",
+    help="above 1: less of what is in the text already (1)",
+  )
   add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")
@@ -76,9 +87,10 @@ def main(argv: list[str] | None = None) -> int:
   from maxghost import load_model
   from maxghost.data.conversations import Rendering
   from maxghost.serving import Generator, Sampling
+  from maxghost.serving.batcher import Row
   from maxghost.serving.samples import encode
 
-  sampling = Sampling(args.temperature, args.top_k, args.top_p)
+  sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
   changes = {"dtype": args.dtype} if args.dtype else {}
   place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
   tokenizer, stop_ids = load_model.reading(place, cfg)
@@ -128,31 +140,7 @@ def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
   return min(args.cache or needed, most)
 
 
-class Row:
-  """The growing text of one row; it ends before the first of `stop_texts`."""
-
-  def __init__(self, tokenizer, stop_ids: set[int], stop_texts: Sequence[str]):
-    self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, [text for text in stop_texts if text]
-    self.text, self.num_tokens, self.ended = "", 0, False
-
-  def take(self, ids: Sequence[int], last: bool) -> str:
-    """The new text after all `ids` so far; incomplete characters are held back."""
-    if self.ended:
-      return ""
-    self.num_tokens = len(ids)
-    ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
-    text = self._tokenizer.decode(ids).decode("utf-8", errors="replace")
-    if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
-      text, self.ended = text[: min(found)], True
-    elif not last:
-      text = text.rstrip("\ufffd")
-      held = max(map(len, self._stop_texts), default=1) - 1  # may be the beginning of a stop text
-      text = text[: len(text) - held] if held else text
-    new, self.text = text[len(self.text) :], max(text, self.text, key=len)
-    return new
-
-
-def _show(texts: Sequence[str], rows: Sequence[Row], stream: Iterator) -> None:
+def _show(texts: Sequence[str], rows: Sequence, stream: Iterator) -> None:
   """Streams one text; prints several at the end, one below the other."""
   alone = len(texts) == 1
   progress: Any = None

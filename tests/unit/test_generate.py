@@ -15,6 +15,7 @@ from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.serving import Generator, samples
+from maxghost.serving.batcher import Row
 from maxghost.serving.samples import Sampler
 from maxghost.training.state import to_tree
 
@@ -94,14 +95,14 @@ class Letters:
 
 
 def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
-  row = generate.Row(Letters(), {7}, [])
+  row = Row(Letters(), {7}, [])
   text = "aé漢".encode()
   pieces = [row.take(list(text[:end]), last=False) for end in range(1, 7)]
   assert pieces == ["a", "", "é", "", "", "漢"]
-  row = generate.Row(Letters(), {7}, ["END"])
+  row = Row(Letters(), {7}, ["END"])
   shown = "".join(row.take(list(b"so ENxEND more"[:end]), last=False) for end in range(1, 15))
   assert shown == "so ENx" and row.ended and row.text == "so ENx"
-  row = generate.Row(Letters(), {7}, ["END"])
+  row = Row(Letters(), {7}, ["END"])
   assert row.take(list(b"soE"), last=False) + row.take([*b"soEN", 7], last=True) == "soEN"
 
 

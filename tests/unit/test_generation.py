@@ -142,7 +142,7 @@ def test_one_token_against_plain_attention(window, with_sinks):
   sinks, cap = rng.normal(size=heads).astype(np.float32) if with_sinks else None, 1.5
   lengths_B = jnp.array([9, 3], jnp.int32)
   size = window or 12
-  kept = [tuple(kv_cache._slots(jnp.asarray(x[:, :10]), lengths_B, size) for x in (k, v))]
+  kept = [tuple(kv_cache._slots(jnp.asarray(x[:, :10]).swapaxes(1, 2), lengths_B, size) for x in (k, v))]
   assert kept[0][0].shape == (2, num_kv, window or 12, width)
   for step in range(3):
     counts_B = lengths_B + step

@@ -1,8 +1,13 @@
 """Continuous batching: requests share the slots of an `Engine`, in a thread; each sees only its own text."""
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
 
+from maxghost.serving.engine import TOP, DecodeState, Engine, Prefix, Result
 from maxghost.serving.sampling import Sampling
 
 
@@ -44,22 +49,79 @@ class Piece:
   error: str = ""
 
 
+class Row:
+  """The growing text of one row; it ends before the first of `stop_texts`."""
+
+  def __init__(self, tokenizer, stop_ids: Collection[int], stop_texts: Sequence[str]):
+    self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, [text for text in stop_texts if text]
+    self.text, self.num_tokens, self.ended = "", 0, False
+    self._whole, self._places = "", (0, 0)  # text of whole characters; ids whose text it ends with
+
+  def take(self, ids: Sequence[int], last: bool) -> str:
+    """The new text after all `ids` so far; incomplete characters are held back."""
+    if self.ended:
+      return ""
+    self.num_tokens = len(ids)
+    ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
+    text = self._decode(ids)
+    if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
+      text, self.ended = text[: min(found)], True
+    elif not last:
+      text = text.rstrip("\ufffd")
+      held = max(map(len, self._stop_texts), default=1) - 1  # may be the beginning of a stop text
+      text = text[: len(text) - held] if held else text
+    new, self.text = text[len(self.text) :], max(text, self.text, key=len)
+    return new
+
+  def _decode(self, ids: Sequence[int]) -> str:
+    """Decodes the last ids only: behind ids whose text is known, since a text's first space may be dropped."""
+    (first, end), decode = self._places, self._tokenizer.decode
+    known, tail = (decode(part).decode("utf-8", errors="replace") for part in (ids[first:end], ids[first:]))
+    text = self._whole + tail[len(known) :]
+    if len(tail) > len(known) and not tail.endswith("\ufffd"):
+      self._whole, self._places = text, (end, len(ids))
+    return text
+
+
 class Job:
   """A submitted request: iterate over its pieces, once; the last has `finish`. Every method is thread-safe."""
 
-  prompt_tokens: int
+  def __init__(self, request: Request, prefix: Prefix, row: Row):
+    self.request, self.prefix, self.prompt_tokens, self.cancelled = request, prefix, len(request.prompt), False
+    self._row, self._ids, self._over = row, [], False
+    self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
 
   def __iter__(self) -> Iterator[Piece]:
     """Blocks until the next piece."""
-    raise NotImplementedError
+    while not self._over:
+      yield self.get()
 
   def get(self, timeout: float | None = None) -> Piece:
     """The next piece. Raises TimeoutError."""
-    raise NotImplementedError
+    try:
+      piece = self._pieces.get(timeout=timeout)
+    except queue.Empty:
+      raise TimeoutError(f"no new token within {timeout} s") from None
+    self._over = bool(piece.finish)
+    return piece
 
   def cancel(self) -> None:
     """Ends it with finish "cancelled" and frees its slot, within a decode step; nothing if it has ended."""
-    raise NotImplementedError
+    self.cancelled = True
+
+  def put(self, piece: Piece) -> None:
+    """For the Batcher."""
+    self._pieces.put(piece)
+
+  def take(self, result: Result, row: int, stop_ids: Collection[int]) -> Piece:
+    """For the Batcher: the piece of a new token."""
+    self._ids.append(token := int(result.ids_B[row]))
+    is_stop = token in stop_ids and not self.request.ignore_stop_ids
+    is_full = len(self._ids) == self.request.max_tokens
+    text = self._row.take(self._ids, last=is_stop or is_full)
+    finish = "stop" if is_stop or self._row.ended else "length" if is_full else ""
+    top = (x[row, : self.request.logprobs].tolist() for x in (result.top_ids_BN, result.top_logps_BN))
+    return Piece(text, (token,), (float(result.logps_B[row]),), (dict(zip(*top, strict=True)),), finish)
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,23 +143,158 @@ class Counters:
 
 
 class Batcher:
-  """Runs requests on an Engine, in a thread of its own. params: the model's state. stop_ids: tokens that end a text.
-  queue_limit: most requests that wait for a slot. counters: a `Counters`."""
+  """Runs requests on an Engine, in a thread of its own. params: of `load_params`. stop_ids: tokens that end a text.
+  queue_limit: most requests that wait for a slot.
 
-  counters: Counters
+  A prompt is read a chunk at a time, with a decode step of the others between, in the order of arrival. An error of one
+  request ends it; an error of the thread ends all, and later ones are refused with its message.
+  """
 
-  def __init__(self, engine, params, tokenizer, *, stop_ids: Sequence[int] = (), queue_limit: int = 256):
-    raise NotImplementedError
+  def __init__(
+    self, engine: Engine, params, tokenizer, *, stop_ids: Sequence[int] = (), queue_limit: int = 256
+  ):  # fmt: skip
+    self._engine, self._params, self._tokenizer = engine, params, tokenizer
+    self._stop_ids, self._queue_limit = frozenset(stop_ids), queue_limit
+    self._counters, self._failure = Counters(), ""
+    self._changed, self._closing, self._aborted = threading.Condition(), False, False
+    self._waiting: collections.deque[Job] = collections.deque()
+    self._reading: Job | None = None
+    self._running: dict[int, Job] = {}
+    self._thread = threading.Thread(target=self._run, name="maxghost-batcher", daemon=True)
+    self._thread.start()
+
+  @property
+  def counters(self) -> Counters:
+    """As of now."""
+    with self._changed:
+      running = len(self._running) + (self._reading is not None)
+      return dataclasses.replace(self._counters, running=running, waiting=len(self._waiting))
 
   def warm_up(self) -> None:
-    """Compiles all that requests can need; optional, but before the first `submit`."""
-    raise NotImplementedError
+    """Compiles all that requests can need; before the first `submit`."""
+    self._engine.warm_up(self._params)
 
   def submit(self, request: Request) -> Job:
     """Queues a request. Raises QueueFull, Closed, and ValueError for what cannot be served (an empty prompt, one longer
     than the cache, an id outside the vocabulary, logprobs above TOP): a line for the client, with the limit."""
-    raise NotImplementedError
+    prefix = self._engine.open(request.prompt, request.sampling, seed=request.seed, top=request.logprobs)
+    size, room = self._engine.cache_size, self._engine.cache_size - len(request.prompt)
+    if not 1 <= request.max_tokens <= room:
+      most = f"1 to {room}: the prompt has {len(request.prompt)} tokens, and cache_size={size} is for both"
+      raise ValueError(f"max_tokens={request.max_tokens}: {most}")
+    if not 0 <= request.logprobs <= TOP:
+      raise ValueError(f"logprobs={request.logprobs}: 0 to {TOP}")
+    job = Job(request, prefix, Row(self._tokenizer, () if request.ignore_stop_ids else self._stop_ids, request.stop))
+    with self._changed:
+      if self._closing or self._failure:
+        raise Closed(self._failure or "no more requests are taken: the server is stopping")
+      if len(self._waiting) >= self._queue_limit:
+        raise QueueFull(
+          f"{len(self._waiting)} requests wait already (queue_limit={self._queue_limit}); try again later"
+        )
+      self._waiting.append(job)
+      self._changed.notify()
+    return job
 
   def close(self, timeout: float = 0.0) -> None:
     """No more requests; those that run or wait finish within `timeout` seconds, then are cancelled. Ends the thread."""
-    raise NotImplementedError
+    with self._changed:
+      self._closing = True
+      self._changed.notify()
+    self._thread.join(timeout)
+    self._aborted = True
+    self._thread.join()
+
+  # The thread.
+
+  def _run(self) -> None:
+    try:
+      self._serve()
+    except Exception as error:  # told to every request, now and later
+      failure = f"the server has failed: {type(error).__name__}: {error}"
+      with self._changed:
+        self._failure = failure
+        jobs = [*self._running.values(), *([self._reading] if self._reading else ()), *self._waiting]
+        self._waiting.clear()
+        self._running, self._reading = {}, None
+      for job in jobs:
+        self._give(job, Piece("", finish="error", error=failure))
+
+  def _serve(self) -> None:
+    state = None
+    while True:
+      with self._changed:
+        self._changed.wait_for(lambda: self._waiting or self._running or self._reading or self._closing)
+        gone = [job for job in self._waiting if job.cancelled or self._aborted]
+        self._waiting = collections.deque(job for job in self._waiting if job not in gone)
+        if self._reading is None and self._waiting and len(self._running) < self._engine.slots:
+          self._reading = self._waiting.popleft()
+      for job in gone:
+        self._give(job, Piece("", finish="cancelled"))
+      if not (self._waiting or self._running or self._reading):
+        if self._closing:
+          return
+        continue
+      state = self._engine.init_decode_state() if state is None else state
+      state = self._decode(self._read(state))
+
+  def _read(self, state: DecodeState) -> DecodeState:
+    """Reads a chunk of the prompt that is being read; the last chunk puts it into a slot."""
+    if self._reading is None:
+      return state
+    job, begin, piece = self._reading, time.perf_counter(), None
+    prefix = job.prefix
+    try:
+      if job.cancelled or self._aborted:
+        piece = Piece("", finish="cancelled")
+      elif result := self._engine.read(self._params, prefix):
+        piece = job.take(result, 0, self._stop_ids)
+    except Exception as error:  # of this request alone
+      piece = _failed(error)
+    self._counters.prefill_seconds += time.perf_counter() - begin
+    if piece is None:
+      return state
+    if piece.ids:
+      self._counters.prompt_tokens += len(prefix.prompt)
+      self._counters.prefix_tokens += prefix.reused
+      self._counters.prefix_hits += prefix.reused > 0
+    if not piece.finish:
+      slot = next(slot for slot in range(self._engine.slots) if slot not in self._running)
+      state = self._engine.insert(prefix, state, slot)
+      self._running[slot] = job
+    self._reading, prefix.kept = None, None
+    self._give(job, piece)
+    return state
+
+  def _decode(self, state: DecodeState) -> DecodeState:
+    """Adds a token to every running request."""
+    pieces = {
+      slot: Piece("", finish="cancelled") for slot, job in self._running.items() if job.cancelled or self._aborted
+    }
+    if len(pieces) < len(self._running):
+      begin = time.perf_counter()
+      state, result = self._engine.generate(self._params, state)
+      self._counters.decode_seconds += time.perf_counter() - begin
+      for slot in self._running.keys() - pieces.keys():
+        try:
+          pieces[slot] = self._running[slot].take(result, slot, self._stop_ids)
+        except Exception as error:  # of this request alone
+          pieces[slot] = _failed(error)
+    for slot, piece in pieces.items():
+      job = self._running[slot]
+      if piece.finish:
+        del self._running[slot]
+        state = self._engine.free(state, slot)
+      self._give(job, piece)
+    return state
+
+  def _give(self, job: Job, piece: Piece) -> None:
+    self._counters.generated_tokens += len(piece.ids)
+    self._counters.done += piece.finish in ("stop", "length")
+    self._counters.cancelled += piece.finish == "cancelled"
+    self._counters.failed += piece.finish == "error"
+    job.put(piece)
+
+
+def _failed(error: Exception) -> Piece:
+  return Piece("", finish="error", error=f"{type(error).__name__}: {error}")

@@ -124,9 +124,15 @@ class Generator:
   def _read_prompts(self, state, tokens_BT, lengths_B, keys_B, num_new: int) -> dict[str, Any]:
     model = nnx.merge(self._graphdef, state)
     logits_BV, kept = read_prompts(model, tokens_BT, lengths_B, self._cache_size)
-    token_B, logp_B = choose(logits_BV, _at(keys_B, 0), self._sampling)
-    batch = len(lengths_B)
+    batch, rows_B = len(lengths_B), jnp.arange(len(lengths_B))
+    seen_BV = None
+    if self._sampling.repetition_penalty != 1.0:
+      places_BT = jnp.minimum(jnp.arange(tokens_BT.shape[1])[None], lengths_B[:, None] - 1)
+      tokens_BT = jnp.take_along_axis(tokens_BT, places_BT, axis=1)  # without padding
+      seen_BV = jnp.zeros(logits_BV.shape, bool).at[rows_B[:, None], tokens_BT].set(True)
+    token_B, logp_B = choose(logits_BV, _at(keys_B, 0), self._sampling, seen_BV)
     return {
+      "seen_BV": None if seen_BV is None else seen_BV.at[rows_B, token_B].set(True),
       "kept": kept,
       "keys_B": keys_B,
       "length_B": lengths_B,  # tokens in the cache
@@ -145,11 +151,13 @@ class Generator:
   def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:
     model = nnx.merge(self._graphdef, state)
     logits_BV, kept = add_token(model, loop["token_B"], loop["length_B"], loop["kept"])
-    token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling)
+    seen_BV = loop["seen_BV"]
+    token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling, seen_BV)
     running_B = ~loop["done_B"]
     token_B, logp_B = jnp.where(running_B, token_B, 0), jnp.where(running_B, logp_B, 0)
     put = lambda all_BN, new_B: jax.lax.dynamic_update_index_in_dim(all_BN, new_B, loop["num_B"], 1)  # noqa: E731
     return loop | {
+      "seen_BV": None if seen_BV is None else seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
       "kept": kept, "length_B": loop["length_B"] + running_B, "token_B": token_B,
       "ids_BN": put(loop["ids_BN"], token_B), "logps_BN": put(loop["logps_BN"], logp_B),
       "counts_B": loop["counts_B"] + running_B, "done_B": loop["done_B"] | jnp.isin(token_B, self._stop_ids),
@@ -163,17 +171,30 @@ def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Arra
   inputs = (positions_BT, (positions_BT < lengths_B[:, None]).astype(jnp.int32))
   x = model.embed(tokens_BT, positions_BT)
   hidden, kept = kv_cache.run_decoder(model.decoder, x, inputs, lambda _: kv_cache.Prompt(lengths_B, cache_size))
-  last_B1D = jnp.take_along_axis(hidden.x_BTD, (lengths_B - 1)[:, None, None], axis=1)
-  return model.logits(Hidden(last_B1D))[:, 0], kept
+  return model.logits(_last(hidden, lengths_B))[:, 0], kept
 
 
-def add_token(model, token_B, counts_B, kept) -> tuple[jax.Array, Any]:
+def add_token(model, token_B, counts_B, kept, visible: int | None = None) -> tuple[jax.Array, Any]:
   """(logits behind the new token [B, V], `kept` with it). counts_B: tokens of each row before it."""
-  positions_B1 = counts_B[:, None]
-  inputs = (positions_B1, jnp.ones_like(positions_B1))
-  x = model.embed(token_B[:, None], positions_B1)
-  hidden, new = kv_cache.run_decoder(model.decoder, x, inputs, lambda kept: kv_cache.Continuation(kept, counts_B), kept)
-  return model.logits(hidden)[:, 0], kv_cache.append(kept, new, counts_B)
+  logits_BV, new = add_tokens(model, token_B[:, None], counts_B, jnp.ones_like(counts_B), kept, visible)
+  return logits_BV, kv_cache.append(kept, new, counts_B)
+
+
+def add_tokens(model, tokens_BT, counts_B, lengths_B, kept, visible: int | None = None) -> tuple[jax.Array, Any]:
+  """(logits behind the last of lengths_B new tokens [B, V], their keys and values for `kv_cache.append`)."""
+  index_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+  # Padding has the last position: one that the model does not have would give NaN.
+  positions_BT = counts_B[:, None] + jnp.minimum(index_1T, lengths_B[:, None] - 1)
+  inputs = (positions_BT, (index_1T < lengths_B[:, None]).astype(jnp.int32))
+  x = model.embed(tokens_BT, positions_BT)
+  open_cache = functools.partial(kv_cache.Continuation, counts_B=counts_B, visible=visible)
+  hidden, new = kv_cache.run_decoder(model.decoder, x, inputs, open_cache, kept)
+  return model.logits(_last(hidden, lengths_B))[:, 0], new
+
+
+def _last(hidden: Hidden, lengths_B) -> Hidden:
+  """Of each row's last token."""
+  return Hidden(jnp.take_along_axis(hidden.x_BTD, (lengths_B - 1)[:, None, None], axis=1))
 
 
 def _progress(loop: dict[str, Any]) -> Progress:

@@ -6,6 +6,7 @@ token at position p is stored in slot p modulo S. So a layer with a sliding wind
 the position that a slot holds follows from the row's number of tokens.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.models import attention
+from maxghost.parallel import shardings
 
 
 class Prompt:
@@ -28,33 +30,35 @@ class Prompt:
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
     size = min(self._size, options.get("window") or self._size)
-    self.entries.append(tuple(_slots(x, self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
+    self.entries.append(tuple(_slots(x.swapaxes(1, 2), self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
     return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
 
 
 class Continuation:
-  """The cache of a layer while one token is added to each row. `entries`: keys and values of these tokens.
+  """The cache of a layer while T tokens are added to each row. `entries`: keys and values of these, [B, K, T, h].
 
-  kept: (keys, values) [B, K, S, h] of each of the layer's attentions. counts_B: tokens kept in each row.
+  kept: (keys, values) [B, K, S, h] of each of the layer's attentions. counts_B: tokens kept in each row. visible: at
+  most so many are in any row, and only their slots are read; None: all.
   """
 
-  def __init__(self, kept, counts_B):
-    self._kept, self._counts_B = list(kept), counts_B
+  def __init__(self, kept, counts_B, visible: int | None = None):
+    self._kept, self._counts_B, self._visible = list(kept), counts_B, visible
     self.entries: list[tuple] = []
 
   def attend(
-    self, q_B1Hh, k_B1Kh, v_B1Kh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
+    self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
     scale=None,
   ):  # fmt: skip
-    """Attention of the new token over its row, which is one document, so that segment ids are not read."""
-    k_BKSh, v_BKSh = self._kept[len(self.entries)]
-    self.entries.append((k_B1Kh[:, 0], v_B1Kh[:, 0]))
-    held_BS = held_positions(self._counts_B, k_BKSh.shape[2])
-    seen_BS = held_BS >= 0
+    """Attention of the new tokens over their row, which is one document, so that segment ids are not read."""
+    k_BKSh, v_BKSh = (x[:, :, : self._visible] for x in self._kept[len(self.entries)])
+    self.entries.append(new := (k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2)))
+    held_B1S = held_positions(self._counts_B, k_BKSh.shape[2])[:, None]
+    index_T = jnp.arange(q_BTHh.shape[1])
+    seen_BTS = jnp.broadcast_to(held_B1S >= 0, (*q_BTHh.shape[:2], k_BKSh.shape[2]))
     if window:
-      seen_BS &= held_BS > (self._counts_B - window)[:, None]
-    shape = attention.Shape(q_B1Hh.shape[-1] ** -0.5 if scale is None else scale, None, soft_cap)
-    return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape)
+      seen_BTS &= held_B1S > (self._counts_B[:, None] + index_T[None] - window)[..., None]
+    shape = attention.Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
+    return _attend(q_BTHh, (k_BKSh, v_BKSh), new, (seen_BTS, shape.mask(index_T, index_T)), sinks_H, shape)
 
 
 def held_positions(counts_B, num_slots: int):
@@ -63,20 +67,27 @@ def held_positions(counts_B, num_slots: int):
   return last_B1 - (last_B1 - jnp.arange(num_slots, dtype=counts_B.dtype)[None]) % num_slots
 
 
-def append(kept, new, counts_B):
-  """`kept` with one more token per row: leaves [..., B, K, S, h] and [..., B, K, h]; the dots are stacked layers.
+def append(kept, new, counts_B, lengths_B=None):
+  """`kept` with more tokens per row: leaves [..., B, K, S, h] and [..., B, K, T, h]; the dots are stacked layers.
 
-  Rows are updated in a loop, which XLA does in place; a scatter over all rows makes it rearrange the whole cache.
+  lengths_B: how many of the T new tokens are real; None: T = 1. One token each is put in a loop over the rows, which
+  XLA does in place; a scatter over all rows makes it rearrange the whole cache on one device, but a mesh needs it.
   """
+  in_loop = shardings.num_parts("activation_batch") == 1
 
   def put(kept, new):
+    if lengths_B is not None:
+      return _slots(new, counts_B + lengths_B, kept.shape[-2], kept, counts_B)
     slots_B, row_axis = counts_B % kept.shape[-2], kept.ndim - 4
 
     def put_row(row, kept):
-      token = jnp.expand_dims(jax.lax.dynamic_slice_in_dim(new, row, 1, row_axis), -2)
+      token = jax.lax.dynamic_slice_in_dim(new, row, 1, row_axis)
       return jax.lax.dynamic_update_slice(kept, token, [0] * row_axis + [row, 0, slots_B[row], 0])
 
-    return jax.lax.fori_loop(0, kept.shape[row_axis], put_row, kept)
+    if in_loop:
+      return jax.lax.fori_loop(0, kept.shape[row_axis], put_row, kept)
+    put_one = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
+    return jax.vmap(put_one, (row_axis, row_axis, 0), row_axis)(kept, new, slots_B)
 
   return jax.tree.map(put, kept, new)
 
@@ -105,24 +116,29 @@ def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Call
   return jax.lax.scan(body, hidden, (state, kept))
 
 
-def _slots(x_BTKh, lengths_B, size: int):
-  """The last `size` positions of each row in their slots: [B, K, S, h]; zeros in empty slots."""
-  position_BS = held_positions(lengths_B, size)
-  found = jnp.take_along_axis(x_BTKh, jnp.clip(position_BS, 0, x_BTKh.shape[1] - 1)[:, :, None, None], axis=1)
-  return jnp.where((position_BS >= 0)[:, :, None, None], found, 0).swapaxes(1, 2)
+def _slots(x, counts_B, size: int, kept=0, first_B=None):
+  """The last `size` positions of rows of counts_B tokens in their slots, [..., B, K, S, h]: those from first_B (0) on
+  are the tokens of x [..., B, K, T, h], the ones before are `kept`'s."""
+  index_BS = held_positions(counts_B, size) - (0 if first_B is None else first_B[:, None])
+  spread = lambda x_BS: x_BS.reshape((1,) * (x.ndim - 4) + (len(x_BS), 1, size, 1))  # noqa: E731
+  found = jnp.take_along_axis(x, spread(jnp.clip(index_BS, 0, x.shape[-2] - 1)), axis=-2)
+  return jnp.where(spread(index_BS >= 0), found, kept)
 
 
-def _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape: attention.Shape):
-  """softmax([q k_S | q k_new | sink]) applied to the kept and new values; the sink has no value."""
-  q_BKG1h = attention.group_heads(q_B1Hh, k_BKSh.shape[1])
-  k_BK1h, v_BK1h = k_B1Kh.swapaxes(1, 2), v_B1Kh.swapaxes(1, 2)
-  kept_BKG1S = jnp.where(seen_BS[:, None, None, None], shape.scores(q_BKG1h, k_BKSh), -jnp.inf)
-  scores = [kept_BKG1S, shape.scores(q_BKG1h, k_BK1h)]
+def _attend(q_BTHh, kept, new, seen, sinks_H, shape: attention.Shape):
+  """softmax([q k_S | q k_T | sink]) applied to kept and new values; the sink has no value. seen: bool [B or 1, T, S]
+  and [B or 1, T, T]."""
+  (k_BKSh, v_BKSh), (k_BKTh, v_BKTh) = kept, new
+  q_BKGTh = attention.group_heads(q_BTHh, k_BKSh.shape[1])
+  scores = [
+    jnp.where(mask[:, None, None], shape.scores(q_BKGTh, k), -jnp.inf)
+    for k, mask in zip((k_BKSh, k_BKTh), seen, strict=True)
+  ]
   if sinks_H is not None:
-    sinks_KG11 = sinks_H.astype(kept_BKG1S.dtype).reshape(*q_BKG1h.shape[1:3], 1, 1)
-    scores.append(jnp.broadcast_to(sinks_KG11, scores[1].shape))
-  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_B1Hh.dtype)
-  slots = k_BKSh.shape[2]
-  kept_BKG1h = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
-  out_BKG1h = kept_BKG1h + weights[..., slots : slots + 1] * v_BK1h[:, :, None]
-  return out_BKG1h.reshape(q_B1Hh.shape[:3] + v_B1Kh.shape[3:])
+    sinks_KG11 = sinks_H.astype(scores[0].dtype).reshape(*q_BKGTh.shape[1:3], 1, 1)
+    scores.append(jnp.broadcast_to(sinks_KG11, (*scores[0].shape[:-1], 1)))
+  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTHh.dtype)
+  slots, total = k_BKSh.shape[2], k_BKSh.shape[2] + k_BKTh.shape[2]
+  out_BKGTh = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
+  out_BKGTh += jnp.einsum("bkgts,bksh->bkgth", weights[..., slots:total], v_BKTh)
+  return out_BKGTh.transpose(0, 3, 1, 2, 4).reshape(*q_BTHh.shape[:3], v_BKTh.shape[-1])

@@ -1,0 +1,45 @@
+"""Keys and values of the beginnings of prompts, kept for the next prompt that begins so."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Prefixes:
+  """Chunks of read prompts, each by all tokens up to its end. limit: of bytes; the least recently used leave first."""
+
+  def __init__(self, limit: int):
+    self._limit, self.bytes = limit, 0
+    self._chunks: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
+
+  def find(self, prompt: np.ndarray, size: int) -> Sequence[Any]:
+    """The known chunks of `size` tokens with which a prompt begins; its last token is never in them."""
+    found = []
+    for end in range(size, len(prompt), size):
+      if (chunk := self._chunks.get(prompt[:end].tobytes())) is None:
+        break
+      found.append(chunk)
+    for end in range(size * len(found), 0, -size):  # a beginning leaves after what it is the beginning of
+      self._chunks.move_to_end(prompt[:end].tobytes())
+    return found
+
+  def add(self, prompt: np.ndarray, chunk: Any) -> None:
+    """Keeps the arrays of a chunk, which ends where `prompt` does."""
+    size, key = _bytes(chunk), prompt.tobytes()
+    if size > self._limit or key in self._chunks:
+      return
+    while self.bytes + size > self._limit:
+      self.bytes -= _bytes(self._chunks.popitem(last=False)[1])
+    self._chunks[key] = chunk
+    self.bytes += size
+
+  def clear(self) -> None:
+    self._chunks.clear()
+    self.bytes = 0
+
+
+def _bytes(chunk: Any) -> int:
+  return sum(x.nbytes for x in jax.tree.leaves(chunk))
