@@ -2,18 +2,30 @@
 
 import http.client
 import json
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import openai
 import pytest
+import tiny
+from flax import nnx
 from serving_fakes import EchoBatcher, call, served, serving, until
 
-from maxghost import cli, serve
+from maxghost import cli, config, load_model, serve
+from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
+from maxghost.serving import Generator
 from maxghost.serving import http as server
+from maxghost.training.state import to_tree
 
+ROOT = Path(__file__).resolve().parents[2] / "src" / "maxghost"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
@@ -325,6 +337,14 @@ def test_the_page_loads_nothing_from_elsewhere(port):
     assert "innerHTML" not in text and "style=" not in text  # texts are put in as texts; the policy forbids the other
 
 
+def test_the_page_has_the_colours_of_the_report():
+  own, report = (
+    {*re.findall(r"--[\w]+: #\w{6}", (ROOT / path).read_text("utf-8"))}
+    for path in ("serving/page/style.css", "attribution/html/style.css")
+  )
+  assert len(own) > 30 and own <= report
+
+
 def test_wrong_arguments(tmp_path, capsys, monkeypatch):
   monkeypatch.delenv(serve.KEY, raising=False)
   taken = socket.create_server(("127.0.0.1", 0))
@@ -348,3 +368,45 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv(serve.KEY, "other")
   assert serve.parse(["x"]).api_key == "other" and serve.parse(["x", "--api-key", "shown"]).api_key == "shown"
   assert "seen in the list of processes" in capsys.readouterr().err
+
+
+def test_the_command_serves_a_run_and_stops_gracefully(tmp_path):
+  """One process: greedy texts are those of the generator, and SIGTERM lets an answer end. A request of the model that
+  does not end within the grace is told so."""
+  cfg, run = tiny.make_config(), tmp_path / "run"
+  run.mkdir()
+  config.save(cfg, run / "config.yml")
+  manager = CheckpointManager(run / "checkpoints", asynchronous=False)
+  manager.save(3, {"model": to_tree(nnx.state(tiny.make_model(cfg)))}, {})
+  manager.close()
+  command = [sys.executable, "-m", "maxghost.serve", str(run), "--port", "0", "--slots", "2", "--cache", "200"]
+  environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    try:
+      line = process.stdout.readline()
+      assert line.startswith("serving run: http://127.0.0.1:"), process.stderr.read()
+      base = line.split()[2]
+      with openai.OpenAI(base_url=f"{base}v1", api_key="none", max_retries=0) as client:
+        about = client.models.retrieve("run")
+        assert (about.max_model_len, about.sources, about.chat) == (200, False, False)
+        assert f"maxghost attribute {run} --data NAME=GLOB --index {run / 'index'}" in about.no_sources
+        asked = {"model": "run", "temperature": 0, "extra_body": {"return_token_ids": True}}
+        got = client.completions.create(prompt=["ab", "xyz"], max_tokens=20, logprobs=1, **asked)
+        graphdef, state = load_model.load(*load_model.find(run))
+        with tiny.cheap_compilation():
+          progress = Generator(graphdef, 64, stop_ids=[257]).generate(state, [[256, *b"ab"], [256, *b"xyz"]], 20)
+        assert [choice.token_ids for choice in got.choices] == [progress.row(i).tolist() for i in range(2)]
+        says = got.choices[0].logprobs
+        assert [max(top.values()) for top in says.top_logprobs] == pytest.approx(says.token_logprobs)
+        asked["extra_body"] |= {"ignore_eos": True}
+        chunks = iter(client.completions.create(prompt="ab", max_tokens=190, stream=True, **asked))
+        ids = next(chunks).choices[0].token_ids
+        process.send_signal(signal.SIGTERM)
+        ids += [one for chunk in chunks for one in chunk.choices[0].token_ids]
+        assert len(ids) == 190
+        assert process.wait(20) == 0
+        with pytest.raises(openai.APIConnectionError):
+          client.models.list()
+      assert process.stderr.read().endswith("\nstopped\n")
+    finally:
+      process.kill()

@@ -45,8 +45,8 @@ class Served:
 
 # name: (kind, value where none is given, least, most)
 _SAMPLING = {
-  "temperature": (float, 1.0), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
-  "repetition_penalty": (float, 1.0),
+  "temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
+  "repetition_penalty": (float, 1.0, 0.01, 100),
 }  # fmt: skip
 _COMMON = _SAMPLING | {
   "model": (str, None), "n": (int, 1, 1, 128), "max_tokens": (int, None, 1), "stop": (object, ""),
@@ -159,8 +159,8 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
   chosen = {name: values[name] for name in _SAMPLING}
-  if chosen["temperature"] == 0:  # the likeliest token survives every cut
-    chosen |= {name: _SAMPLING[name][1] for name in ("top_p", "top_k", "min_p")}
+  if chosen["temperature"] < 1e-6:  # the likeliest token, which survives every cut
+    chosen |= {"temperature": 0.0} | {name: _SAMPLING[name][1] for name in ("top_p", "top_k", "min_p")}
   try:
     sampling = Sampling(**chosen)
   except ConfigError as error:

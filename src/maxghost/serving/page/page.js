@@ -63,7 +63,6 @@ function bytesOf(choice) {
 }
 
 async function start() {
-  $("key").value = sessionStorage.getItem("key") || "";
   try {
     model = (await (await call("v1/models")).json()).data[0];
   } catch (error) { problem(error.message); return; }
@@ -275,7 +274,7 @@ function details(source) {
   const head = make("tr");
   for (const name of ["Step", "Epoch", "Contribution, nats"]) head.append(make("th", "", name));
   for (const one of source.trained) {
-    body.append(make("tr", "", make("td", "", String(one.step)), make("td", "", String(one.epoch)), make("td", "", number(one.contribution, 3))));
+    body.append(make("tr", "", make("td", "", String(one.step)), make("td", "", String(one.epoch)), make("td", "", number(one.contribution))));
   }
   table.append(make("thead", "", head), body);
   return [...parts, table];
@@ -306,4 +305,5 @@ $("prompt").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && found && picked >= 0) $("all").click();
 });
+$("key").value = sessionStorage.getItem("key") || "";
 start();
