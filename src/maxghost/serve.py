@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace, listener: socket.socket, served) -> int:
   app = Server(served, api_key=args.api_key, seconds=args.timeout, threads=args.queue + args.slots + 1).app
   server = Serving(
     uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
-                   timeout_graceful_shutdown=int(args.grace) + STOP_SECONDS)
+                   timeout_keep_alive=30, timeout_graceful_shutdown=int(args.grace) + STOP_SECONDS)
   )  # fmt: skip
   for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn begins to listen to them, and behind it
     signal.signal(number, server.handle_exit)
