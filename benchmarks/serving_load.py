@@ -72,7 +72,7 @@ class Client:
 def bodies(count: int) -> list[dict]:
   rng = np.random.default_rng(0)
   made = []
-  for number in range(40):
+  for _ in range(40):
     prompt = [256, *rng.integers(32, 127, int(rng.integers(1, 120))).tolist()]
     made.append({"prompt": prompt, "max_tokens": int(rng.integers(4, 40)), "temperature": 0, "ignore_eos": True})
   return [made[i % len(made)] | {"stream": bool(i // len(made) % 2)} for i in range(count)]

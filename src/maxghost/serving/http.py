@@ -5,7 +5,6 @@ request ends, its jobs are cancelled behind it, so that no slot is held for nobo
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -35,14 +34,13 @@ from maxghost.serving.requests import Refused, Served
 BODY_BYTES = 1 << 20
 BODY_SECONDS = 30  # for a body to arrive
 MOST_ASKED = 8  # questions for sources at once; they are answered in turn
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PAGE = Path(__file__).parent / "page"
 _FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
-_HEADERS = {
-  "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-  "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-  "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
-}  # fmt: skip
+_POLICY = (
+  "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+)
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+_HEADERS["Content-Security-Policy"] = f"{_POLICY}form-action 'none'; frame-ancestors 'none'"
 
 
 class Server:
@@ -52,14 +50,12 @@ class Server:
   def __init__(self, served: Served, *, api_key: str = "", seconds: float = 600.0, threads: int = 512):
     self._served, self._key, self._seconds, self._since = served, api_key, seconds, int(time.time())
     self._readers, self._finder, self._asked = ThreadPoolExecutor(threads), ThreadPoolExecutor(1), 0
-    self._answers: collections.Counter[tuple[str, int]] = collections.Counter()
-    routes = [
-      self._route("/v1/completions", functools.partial(self._generate, requests.COMPLETION), "POST"),
-      self._route("/v1/chat/completions", functools.partial(self._generate, requests.CHAT), "POST"),
-      self._route("/v1/sources", self._ask, "POST"), self._route("/v1/models", self._models),
-      self._route("/v1/models/{name:path}", self._models), self._route("/metrics", self._metrics),
-      *(self._route(path, self._file, is_open=True) for path in ("/health", *_FILES)),
-    ]  # fmt: skip
+    complete, chat = (functools.partial(self._generate, fields) for fields in (requests.COMPLETION, requests.CHAT))
+    posts = {"/v1/completions": complete, "/v1/chat/completions": chat, "/v1/sources": self._ask}
+    gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._models, "/metrics": self._metrics}
+    routes = [self._route(path, answer, "POST") for path, answer in posts.items()]
+    routes += [self._route(path, answer) for path, answer in gets.items()]
+    routes += [self._route(path, self._file, is_open=True) for path in ("/health", *_FILES)]
     handlers: dict[Any, Any] = {HTTPException: self._no_route, Exception: self._failed}
     self._paths, self.app = [one.path for one in routes], Starlette(routes=routes, exception_handlers=handlers)
 
@@ -67,41 +63,37 @@ class Server:
     async def endpoint(request: HTTPRequest) -> Response:
       try:
         self._admit(request, is_open)
-        response = await answer(request)
+        return await answer(request)
       except Refused as refused:
-        response = _refusal(refused)
+        return _refusal(refused)
       except ClientDisconnect:
-        response = Response(status_code=499)  # for the metrics alone
-      self._answers[path, response.status_code] += 1
-      return response
+        return Response(status_code=499)  # to nobody
 
     return Route(path, endpoint, methods=[method])
 
   def _admit(self, request: HTTPRequest, is_open: bool) -> None:
     """Raises Refused for a wrong key; without keys, for a foreign page that calls this machine from a browser."""
+    headers = request.headers
     if self._key:
-      given = request.headers.get("authorization", "").removeprefix("Bearer ")
+      given = headers.get("authorization", "").removeprefix("Bearer ")
       if not is_open and not hmac.compare_digest(given.encode(), self._key.encode()):
         said = "wrong API key" if given else "no API key; send the header Authorization: Bearer KEY"
         raise Refused(said, code="invalid_api_key", status=401, **{"WWW-Authenticate": "Bearer"})
       return
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    try:
-      name, own = urllib.parse.urlsplit(f"//{host}").hostname, urllib.parse.urlsplit(origin or f"//{host}").netloc
-    except ValueError:
-      name = own = None
-    if name not in LOOPBACK or own != host:
-      raise Refused("without an API key, only programs and pages of this machine are answered", status=403)
+    with contextlib.suppress(ValueError):  # of what is no address
+      own = urllib.parse.urlsplit(f"//{headers.get('host', '')}")
+      origin = urllib.parse.urlsplit(headers.get("origin", f"//{own.netloc}"))
+      if own.hostname in ("127.0.0.1", "localhost", "::1") and origin.netloc == own.netloc:
+        return
+    raise Refused("without an API key, only programs and pages of this machine are answered", status=403)
 
   async def _no_route(self, request: HTTPRequest, error: HTTPException) -> Response:
-    self._answers["other", error.status_code] += 1
     path = request.url.path[:200]
     hint = did_you_mean(path, self._paths) or f"; there are {', '.join(self._paths)}"
     said = f"there is no {path}{hint}" if error.status_code == 404 else f"{path} does not take {request.method}"
     return _refusal(Refused(said, status=error.status_code, **dict(error.headers or {})))
 
   async def _failed(self, request: HTTPRequest, error: Exception) -> Response:
-    self._answers["other", 500] += 1
     return _refusal(Refused("the server failed at this request; its log says how", status=500))
 
   async def _file(self, request: HTTPRequest) -> Response:
@@ -109,14 +101,12 @@ class Server:
     return FileResponse(_PAGE / name, headers=_HEADERS) if name else JSONResponse({"status": "ok"})
 
   async def _models(self, request: HTTPRequest) -> Response:
-    served = self._served
+    served, name = self._served, request.path_params.get("name")
     about = {"id": served.name, "object": "model", "created": self._since, "owned_by": "maxghost"}
     about |= {"max_model_len": served.size, "chat": served.chats, "sources": served.sources is not None}
     about["no_sources"] = served.no_sources
-    if "name" in request.path_params:
-      requests.check_model(request.path_params["name"], served.name)
-      return JSONResponse(about)
-    return JSONResponse({"object": "list", "data": [about]})
+    requests.check_model(name, served.name)
+    return JSONResponse(about if name else {"object": "list", "data": [about]})
 
   async def _metrics(self, request: HTTPRequest) -> Response:
     """Prometheus' text format."""
@@ -124,11 +114,8 @@ class Server:
     for name, value in dataclasses.asdict(self._served.batcher.counters).items():
       kind, end = ("gauge", "") if name in ("running", "waiting") else ("counter", "_total")
       full = f"maxghost_{'' if '_' in name else 'requests_'}{name}{end}"
-      lines += [f"# TYPE {full} {kind}", f"{full} {value}"]
-    lines.append("# TYPE maxghost_http_responses_total counter")
-    for (path, status), count in sorted(self._answers.items()):
-      lines.append(f'maxghost_http_responses_total{{path="{path}",status="{status}"}} {count}')
-    return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+      lines.append(f"# TYPE {full} {kind}\n{full} {value}\n")
+    return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
   async def _generate(self, fields: dict[str, tuple], request: HTTPRequest) -> Response:
     body, served = await _body(request), self._served
@@ -209,9 +196,7 @@ class Server:
     self._asked += 1
     try:
       work = asyncio.get_running_loop().run_in_executor(self._finder, served.sources, prompt, answer, values["top"])
-      return JSONResponse(await asyncio.wait_for(work, self._seconds))
-    except TimeoutError as error:
-      raise Refused(f"not found within {self._seconds:g} s", code="timeout", status=504) from error
+      return JSONResponse(await work)
     except ConfigError as error:
       raise Refused(str(error)) from error
     finally:
@@ -240,28 +225,29 @@ class Answer:
 
   async def events(self, pieces) -> AsyncIterator[str]:
     """Server-sent events."""
-    shows_usage = self._values["stream_options"].get("include_usage")
+    usage = {"usage": None} if self._values["stream_options"].get("include_usage") else {}
     event = lambda body: f"data: {json.dumps(body, ensure_ascii=False)}\n\n"  # noqa: E731
-    async with contextlib.aclosing(pieces):
+    with contextlib.suppress(ClientDisconnect):
       try:
-        async for number, piece in pieces:
-          yield event(self._head | {"choices": [self._choice(number, piece)]} | ({"usage": None} if shows_usage else {}))
-      except (Refused, ClientDisconnect) as error:
-        if isinstance(error, Refused):
-          yield event(error.body)
+        async with contextlib.aclosing(pieces):
+          async for number, piece in pieces:
+            yield event(self._head | {"choices": [self._choice(number, piece)]} | usage)
+      except Refused as refused:
+        yield event(refused.body)
         return
-    if shows_usage:
-      yield event(self._head | {"choices": [], "usage": self._usage()})
-    yield "data: [DONE]\n\n"
+      if usage:
+        yield event(self._head | {"choices": [], "usage": self._usage()})
+      yield "data: [DONE]\n\n"
 
   def _usage(self) -> dict:
     prompt, new = self._counts
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
   def _choice(self, number: int, piece: Piece) -> dict:
-    asked, said = self._values["logprobs"], {"text": piece.text}
+    said: dict[str, Any] = {"text": piece.text}
     if self._chat:
       said = {"delta" if self.streams else "message": {"role": "assistant", "content": piece.text}}
+    asked = self._values["logprobs"]  # 0 asks for those of the tokens alone
     logprobs = None if asked is None or asked is False else self._logprobs(number, piece)
     ids = {"token_ids": piece.ids} if self._values["return_token_ids"] else {}
     self._counts[1] += len(piece.ids)
@@ -276,9 +262,10 @@ class Answer:
     for token in tokens:
       offsets.append(len(self._raw[number].decode("utf-8", "ignore")))
       self._raw[number] += bytes(token["bytes"])
-    named = {f"{key}s": [token[name] for token in tokens] for key, name in (("token", "token"), ("token_logprob", "logprob"))}
+    columns = {"tokens": "token", "token_logprobs": "logprob", "bytes": "bytes"}
+    own = {column: [token[name] for token in tokens] for column, name in columns.items()}
     alternatives = [{one["token"]: one["logprob"] for one in top} for top in tops]
-    return named | {"top_logprobs": alternatives, "text_offset": offsets, "bytes": [token["bytes"] for token in tokens]}
+    return own | {"top_logprobs": alternatives, "text_offset": offsets}
 
   def _token(self, number: int, logp: float) -> dict:
     raw = self._decode(np.array([number]))

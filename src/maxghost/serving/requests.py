@@ -54,21 +54,23 @@ _COMMON = _SAMPLING | {
   "ignore_eos": (bool, False), "return_token_ids": (bool, False),
 }  # fmt: skip
 COMPLETION = _COMMON | {"prompt": (object, None), "logprobs": (int, None, 0, 5)}
-CHAT = _COMMON | {
-  "messages": (list, None), "logprobs": (bool, None), "top_logprobs": (int, 0, 0, 20),
-  "max_completion_tokens": (int, None, 1),
-}  # fmt: skip
-SOURCES = {
-  "model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None),
-  "top": (int, 10, 1, 100),
-}  # fmt: skip
+CHAT = _COMMON | {"messages": (list, None), "logprobs": (bool, None), "top_logprobs": (int, 0, 0, 20)}
+CHAT |= {"max_completion_tokens": (int, None, 1)}
+SOURCES = {"model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None)}
+SOURCES |= {"top": (int, 10, 1, 100)}
 # what OpenAI's API has and this server has not, with the value that asks for nothing
 _NEUTRAL = {
   "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
-  "tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"}, "modalities": ["text"],
-  "store": False, "metadata": {}, "service_tier": "auto", "parallel_tool_calls": True,
+  "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
 }  # fmt: skip
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
+_KINDS = {
+  int: "a whole number",
+  float: "a number",
+  bool: "true or false",
+  str: "text",
+  list: "a list",
+  dict: "an object",
+}
 
 
 def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def check_model(name: str | None, model: str) -> None:
 def _checked(name: str, value: Any, kind: type, _, least: float = -math.inf, most: float = math.inf) -> Any:
   number = kind in (int, float)
   if not isinstance(value, (int, float) if kind is float else kind) or (number and isinstance(value, bool)):
-    raise Refused(f"{name}={_short(value)} is not {_WORDS[kind]}", name)
+    raise Refused(f"{name}={_short(value)} is not {_KINDS[kind]}", name)
   if number and not least <= value <= most:
     raise Refused(f"{name}={_short(value)}: at least {least}" + f", at most {most}" * (most < math.inf), name)
   return value
@@ -137,37 +139,39 @@ def ids_of(given: Any, name: str, served: Served) -> list[int]:
     except (ConfigError, UnicodeEncodeError) as error:  # a lone surrogate
       raise Refused(str(error), name) from error
   if not isinstance(given, list) or not all(type(one) is int and 0 <= one < served.vocab_size for one in given):
-    raise Refused(f"{name}={_short(given)} is neither a text nor a list of ids from 0 to {served.vocab_size - 1}", name)
+    raise Refused(f"{name}={_short(given)} is neither text nor a list of ids from 0 to {served.vocab_size - 1}", name)
   return given
 
 
 def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served: Served) -> list[Request]:
   """`n` requests for each prompt. Raises Refused."""
-  chat, longest, most = "messages" in values, max(map(len, prompts), default=0), values["max_tokens"]
+  chat, longest, most = "messages" in values, max(map(len, prompts)), values["max_tokens"]
   if chat and None not in (most, other := values["max_completion_tokens"]) and most != other:
     raise Refused(f"max_tokens={most} and max_completion_tokens={other} differ; give one", "max_tokens")
   most = values.get("max_completion_tokens") or most
   if longest + (most or 1) > served.size:
-    asked = f"{longest} tokens of the prompt and {most or 1} of the answer are more than the {served.size} positions"
-    way = "ask for less, or start the server with a larger --cache"
-    raise Refused(f"{asked} of the cache; {way}", "messages" if chat else "prompt", "context_length_exceeded")
+    said = f"{longest} tokens of the prompt and {most or 1} of the answer are more than the {served.size} positions of "
+    said += "the cache; ask for less, or start the server with a larger --cache"
+    raise Refused(said, "messages" if chat else "prompt", "context_length_exceeded")
   stop = values["stop"] if isinstance(values["stop"], list) else [values["stop"]]
   if not all(isinstance(text, str) for text in stop) or len(stop) > 16:
-    raise Refused(f"stop={_short(values['stop'])} is neither a text nor a list of at most 16", "stop")
+    raise Refused(f"stop={_short(values['stop'])} is neither text nor a list of at most 16", "stop")
   if wrong := values["stream_options"].keys() - {"include_usage"}:
     raise Refused(f"stream_options has {_short(min(wrong))}; it takes include_usage", "stream_options")
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
   chosen = {name: values[name] for name in _SAMPLING}
   if chosen["temperature"] < 1e-6:  # the likeliest token, which survives every cut
-    chosen |= {"temperature": 0.0} | {name: _SAMPLING[name][1] for name in ("top_p", "top_k", "min_p")}
+    chosen |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
   try:
     sampling = Sampling(**chosen)
   except ConfigError as error:
-    raise Refused(str(error), next((name for name in chosen if str(error).startswith(name)), None)) from error
+    raise Refused(str(error), str(error).partition("=")[0]) from error
   seed = random.getrandbits(30) if values["seed"] is None else values["seed"]
-  fixed: dict[str, Any] = {"sampling": sampling, "stop": tuple(filter(None, stop)), "ignore_stop_ids": values["ignore_eos"]}
-  fixed["logprobs"] = values["top_logprobs"] if chat else values["logprobs"] or 0
+  stop, tops = tuple(filter(None, stop)), values["top_logprobs"] if chat else values["logprobs"] or 0
   lengths = [most or min(served.size - len(prompt), served.size if chat else 16) for prompt in prompts]
-  asked = zip(prompts, lengths, strict=True)
-  return [Request(tuple(ids), new, seed=seed + i, **fixed) for ids, new in asked for i in range(values["n"])]
+  return [
+    Request(tuple(ids), new, sampling, seed + i, stop, tops, values["ignore_eos"])
+    for ids, new in zip(prompts, lengths, strict=True)
+    for i in range(values["n"])
+  ]
