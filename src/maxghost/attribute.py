@@ -28,7 +28,7 @@ examples:
   maxghost attribute runs/base/checkpoints/200 --data notes=corpus/**/*.txt --index runs/base/index
   maxghost attribute runs/base/checkpoints/200 --index runs/base/index --queries mine=questions.jsonl
 """
-DIRECTIONS = 256  # see docs/attribute.md
+DIRECTIONS = 128  # see docs/attribute.md
 SKETCHED_ROWS = 8
 METHODS = ("contribution", "less")
 COMPILING = "Compiling, which takes seconds to minutes; then the documents are scored at one checkpoint after the other"
@@ -194,7 +194,7 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
 
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
-  from maxghost.attribution import offline
+  from maxghost.attribution import index, offline
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
 
@@ -208,10 +208,11 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths)
     print(COMPILING, flush=True)
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
+    config.save(as_run(cfg, args.data, corpus.domains), args.index / "config.yml")
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0
-  about = offline.open_index(args.index, list(paths))
+  about = index.open_index(args.index, list(paths))
   written = about.get("method", offline.CONTRIBUTION)
   if args.method not in ("", written):
     raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")

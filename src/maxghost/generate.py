@@ -85,23 +85,16 @@ def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
   args = parse(argv)
   from maxghost import load_model
-  from maxghost.data.conversations import Rendering
+  from maxghost.data.tokenizers import load_tokenizer
   from maxghost.serving import Generator, Sampling
   from maxghost.serving.batcher import Row
-  from maxghost.serving.samples import encode
 
   sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
   changes = {"dtype": args.dtype} if args.dtype else {}
   place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
-  tokenizer, stop_ids = load_model.reading(place, cfg)
+  tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
-  prompts = encode(texts, tokenizer, cfg)
-  if args.chat:
-    rendering = Rendering.of(cfg.data, tokenizer)
-    try:
-      prompts, stop_ids = [rendering.prompt(text) for text in texts], stop_ids | rendering.end_ids()
-    except ValueError as error:  # of the template
-      raise ConfigError(str(error)) from error
+  prompts, stop_ids = encoded(texts, args.chat, cfg, tokenizer, place)
   cache_size = _cache_size(args, cfg, max(map(len, prompts)))
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter)
   generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
@@ -116,6 +109,21 @@ def main(argv: list[str] | None = None) -> int:
     file=sys.stderr,
   )
   return 0
+
+
+def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer, place) -> tuple[list[list[int]], set[int]]:
+  """(ids of each prompt, ids that end what is generated). chat: they are questions of a user. Raises ConfigError."""
+  from maxghost.data.conversations import Rendering
+  from maxghost.serving.samples import encode
+
+  stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
+  if not chat:
+    return encode(texts, tokenizer, cfg), stop_ids
+  rendering = Rendering.of(cfg.data, tokenizer)
+  try:
+    return [rendering.prompt(text) for text in texts], stop_ids | rendering.end_ids()
+  except ValueError as error:  # of the template
+    raise ConfigError(str(error)) from error
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -11,7 +11,7 @@ from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import naming, shown
-from maxghost.data.tokenizers import Tokenizer, load_tokenizer
+from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
@@ -35,12 +35,6 @@ def find(
   if config_file and place.config and (unlike := differing(place.config.model, cfg.model)):
     raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
   return place, config.replace(cfg, **changes)
-
-
-def reading(place: ModelPlace, cfg: Config) -> tuple[Tokenizer, set[int]]:
-  """(the model's tokenizer, the tokens that end a text). Raises ConfigError."""
-  tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
-  return tokenizer, place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):

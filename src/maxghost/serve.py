@@ -70,19 +70,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def _open(args: argparse.Namespace) -> Any:
   """Loads the model and compiles what requests need. Raises ConfigError."""
-  from maxghost import load_model
+  from maxghost import generate, load_model
 
   place, cfg = load_model.find(args.model, args.config, **({"dtype": args.dtype} if args.dtype else {}))
   from maxghost.data.conversations import Rendering
+  from maxghost.data.tokenizers import load_tokenizer
   from maxghost.serving import Batcher, Engine
   from maxghost.serving.requests import Served
-  from maxghost.serving.samples import encode
 
   say = functools.partial(print, file=sys.stderr)
   most = cfg.model.trainable_position_size if cfg.model.trainable_position_size > 0 else sys.maxsize
   size = args.cache or min(max(CACHE, cfg.data.max_target_length), most)
-  tokenizer, stop_ids = load_model.reading(place, cfg)
-  encode([" "], tokenizer, cfg)  # whether tokenizer and model belong together
+  tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
+  encoded = functools.partial(generate.encoded, chat=False, cfg=cfg, tokenizer=tokenizer, place=place)
+  stop_ids = encoded([" "])[1]
   rendering, no_chat = Rendering.of(cfg.data, tokenizer), ""
   try:
     stop_ids |= rendering.end_ids()
@@ -94,22 +95,27 @@ def _open(args: argparse.Namespace) -> Any:
   engine = Engine(graphdef, slots=args.slots, cache_size=size)
   batcher = Batcher(engine, engine.load_params(state), tokenizer, stop_ids=sorted(stop_ids), queue_limit=args.queue)
   say("compiling")
-  batcher.warm_up()
   find, without = _sources(args)
+  batcher.warm_up()
   return Served(
-    args.name or Path(args.model).resolve().name, batcher, tokenizer, lambda text: encode([text], tokenizer, cfg)[0],
+    args.name or Path(args.model).resolve().name, batcher, tokenizer, lambda text: encoded([text])[0][0],
     size, engine.vocab_size, rendering, no_chat, find, without, chats,
   )  # fmt: skip
 
 
 def _sources(args: argparse.Namespace) -> tuple[Any, str]:
   """(what finds the sources of an answer, why there are none)."""
-  folder = args.index or Path(args.model) / "index"
-  if args.index is None and not folder.is_dir():
-    return None, f"no index: maxghost attribute {args.model} --data NAME=GLOB --index {folder}"
-  from maxghost.attribution.sources import Sources
+  from maxghost import ask
 
-  return Sources(Path(args.model), folder).of_answer, ""
+  try:
+    found = ask.opened(Path(args.model), args.index)
+  except ConfigError as error:
+    if args.index or (Path(args.model) / "index").is_dir():
+      raise
+    return None, str(error)
+  sources = ask.open_sources(*found)
+  sources.warm_up()
+  return sources.of_answer, ""
 
 
 def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
@@ -132,8 +138,8 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
 
   app = Server(served, api_key=args.api_key, seconds=args.timeout, threads=args.queue + args.slots + 1).app
   options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
-  seconds = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": int(args.grace) + 5}  # for answers to leave
-  server = Serving(uvicorn.Config(app, server_header=False, **options, **seconds))
+  options |= {"server_header": False, "timeout_keep_alive": 30, "timeout_graceful_shutdown": int(args.grace) + 5}
+  server = Serving(uvicorn.Config(app, **options))
   for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, and behind it
     signal.signal(number, server.handle_exit)
   server.run(sockets=[listener])

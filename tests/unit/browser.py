@@ -82,6 +82,7 @@ class Browser:
     self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     self("Emulation.setEmulatedMedia", features=scheme)
+    self.console.clear()
     self("Page.navigate", url=url)
     self.until(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 

@@ -259,9 +259,9 @@ def test_a_full_queue_says_when_to_come_again(slow):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long(stream):
   batcher = EchoBatcher(pause=0.02)
-  with serving(served(batcher), seconds=0.3) as port, connected(port) as client:  # which does not try again
-    with pytest.raises(openai.APIError, match=r"within the 0\.3 s"):
-      list(client.completions.create(model="echo", prompt="a" * 99, max_tokens=99, stream=stream))
+  late = pytest.raises(openai.APIError, match=r"within the 0\.3 s")
+  with serving(served(batcher), seconds=0.3) as port, connected(port) as client, late:  # which does not try again
+    list(client.completions.create(model="echo", prompt="a" * 99, max_tokens=99, stream=stream))
   assert (batcher.counters.running, batcher.counters.cancelled, len(batcher.jobs)) == (0, 1, 1)
 
 
@@ -408,7 +408,7 @@ def test_the_command_serves_a_run_and_stops_gracefully(tmp_path):
       with openai.OpenAI(base_url=f"{base}v1", api_key="none", max_retries=0) as client:
         about = client.models.retrieve("run")
         assert (about.max_model_len, about.sources, about.chat) == (200, False, False)
-        assert f"maxghost attribute {run} --data NAME=GLOB --index {run / 'index'}" in about.no_sources
+        assert f"--data DOMAIN=GLOB --index {run / 'index'}" in about.no_sources
         asked = {"model": "run", "temperature": 0, "extra_body": {"return_token_ids": True}}
         got = client.completions.create(prompt=["ab", "xyz"], max_tokens=20, logprobs=1, **asked)
         graphdef, state = load_model.load(*load_model.find(run))

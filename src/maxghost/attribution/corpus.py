@@ -12,6 +12,7 @@ import numpy as np
 from maxghost.config import ConfigError, DataConfig
 from maxghost.data import packing
 from maxghost.data.build import kept, max_segments, units_of
+from maxghost.data.conversations import ConversationUnits, readable
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.sources import text
 from maxghost.data.sources.files import expand
@@ -48,6 +49,16 @@ class Corpus:
   def document_record(self, index: int) -> tuple[Any, ...]:
     """The id, and the `id` of the record behind where records have one."""
     return (*self.document_id(index), *self.source.document_fields(int(index)))
+
+  def text(self, index: int) -> bytes:
+    """The text of a document, a conversation as lines; empty for a corrupt one that is skipped."""
+    found = self._units.read(np.array([index]))[0] or b""
+    return readable(found) if isinstance(self._units, ConversationUnits) else found
+
+  def words_of(self, batch: Batch) -> str:
+    """The texts of the documents of a batch."""
+    documents = np.unique(batch.document_BS[batch.document_BS >= 0])
+    return b"\n".join(map(self.text, documents.tolist())).decode("utf-8", "replace")
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
     """All documents, `num_rows` rows at a time, completed with earlier rows whose documents are not named again."""

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import optimizers
-from maxghost.attribution.corpus import Corpus
 from maxghost.config import Config
+from maxghost.data.packing import Layout
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import SPEC, sketch_gradient
@@ -29,10 +29,10 @@ from maxghost.training.scoring import excluded
 _SEED = 1402
 
 
-def twin_of(cfg: Config, corpus: Corpus, num_rows: int):
-  """(graph definition of the train state, objective, twin of the model that sketches batches of the corpus)."""
+def twin_of(cfg: Config, layout: Layout, num_rows: int):
+  """(graph definition of the train state, objective, twin of the model that sketches batches of this layout)."""
   graphdef, abstract = state.abstract_split(cfg)
-  model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), corpus.layout.row_length
+  model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), layout.row_length
   twin = prepare_twin(
     model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
     spec=SPEC, exclude=excluded(cfg, model),
@@ -46,9 +46,9 @@ class Less:
   Ask it for the checkpoints in ascending order, since learning rates are averaged from one to the next.
   """
 
-  def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
-    graphdef, objective, twin = twin_of(cfg, corpus, num_rows)
-    rule, num_slots = optimizers.AdamW.from_config(cfg.optimizer), corpus.layout.max_segments
+  def __init__(self, cfg: Config, layout: Layout, num_rows: int, num_directions: int):
+    graphdef, objective, twin = twin_of(cfg, layout, num_rows)
+    rule, num_slots = optimizers.AdamW.from_config(cfg.optimizer), layout.max_segments
     labels = [param.label for param in twin.scored]
 
     def projected(key, gradients: dict):

@@ -6,11 +6,13 @@ step that would come next, with its objective, optimizer state, clipping and lea
 B rows, S documents in a row, T positions, K queries, M blocks of a sketch, R directions, N chunks.
 """
 
+import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +20,42 @@ import numpy as np
 from flax import nnx
 
 from maxghost import optimizers
+from maxghost.attribution import words
 from maxghost.attribution.corpus import Corpus
+from maxghost.attribution.index import (
+  CONTRIBUTION,
+  HYBRID,
+  KEYS,
+  LESS,
+  NATS,
+  VERSION,
+  Index,
+  Shrunk,
+  Whole,
+  side_of,
+  spans,
+  standard_error,
+)  # fmt: skip
 from maxghost.attribution.less import Less, twin_of
 from maxghost.config import Config, ConfigError
-from maxghost.config.files import check_seal, sealed, write_text
-from maxghost.data.hashing import changed_files, sha256
+from maxghost.config.files import sealed, write_text
+from maxghost.data.hashing import sha256
+from maxghost.data.packing import Layout
 from maxghost.data.types import Batch
 from maxghost.ghost.low_rank import rank_one_root
 from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
-from maxghost.objectives import create
+from maxghost.objectives import LanguageModelLoss, create
 from maxghost.scorelog import Writer
 from maxghost.training import state
 from maxghost.training.score_recorder import scored_rows
 from maxghost.training.step import make_train_step
 
-_FILES = ("step.npz", "ids.jsonl")  # of an index, besides the sketches
-INDEX_VERSION = 3  # 3: sketches along the optimizer's direction, of the summed loss
-CONTRIBUTION, LESS = "contribution", "less"
 METHODS = {CONTRIBUTION: lambda *args: Sketcher(*args), LESS: Less}
 UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
 LESS_UNIT = "cosine of the query's gradient with the document's Adam update, times the learning rate, over checkpoints"
 _SEED = 4711
-_BLOCK = 1024  # chunks multiplied at a time
+_TOGETHER = 1 << 26  # parameters of gradients of single tokens that are held at a time
 
 
 class Point(NamedTuple):
@@ -97,106 +112,102 @@ def build_index(
 ) -> int:  # fmt: skip
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
-  `sketch_<step>.npy` f32[N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random
-  directions in each parameter and layer. `ids.jsonl`: [domain, path, offset, chunk, tokens] of each chunk. `step.npz`:
-  the corpus's first `step_rows` rows, the batch of the step whose response queries are passed through. `index.json`:
-  the rest. method: one of METHODS.
+  `sketch_<step>.npy` [N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random directions
+  in each parameter and layer, as `index.py` says; float32 for LESS. `ids.jsonl`: [domain, path, offset, chunk, tokens]
+  of each chunk. `step.npz`: the corpus's first `step_rows` rows, the batch of the step whose response queries are
+  passed through. `index.json`: the rest. method: one of METHODS.
   """
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
-  sketcher = METHODS[method](cfg, corpus, num_rows, num_directions)
+  sketcher = METHODS[method](cfg, corpus.layout, num_rows, num_directions)
   step_batch, ids, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
+  names = ["step.npz", "ids.jsonl"]
   for point in points:
-    blocks, ids = [], []
+    held, ids, documents = (Shrunk() if method == CONTRIBUTION else Whole()), [], []
     scale = sketcher.respond(point.state, step_batch, ())[0]
     for batch in map(sketcher.prepare, corpus.batches(num_rows)):
       sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
       kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
-      blocks.append(sketch_BSMR[kept_BS])
+      held.add(sketch_BSMR[kept_BS])
       places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_BS[kept_BS], strict=True)
+      documents += batch.document_BS[kept_BS].tolist()
       ids += [[*corpus.document_id(index), int(chunk), int(tokens)] for index, chunk, tokens in places]
-    np.save(folder / f"sketch_{point.step}.npy", np.concatenate(blocks))
+    names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
   np.savez(folder / "step.npz", allow_pickle=False, **step_batch)
   with open(folder / "ids.jsonl", "w", encoding="utf-8") as file:
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
+  if method == CONTRIBUTION:
+    places = zip(documents, range(len(ids)), spans(ids), strict=True)
+    texts = ((n, corpus.text(index)[slice(*span)].decode("utf-8", "replace")) for index, n, span in places)
+    names.append(words.write(folder, texts, len(ids)))
   about = {
-    "version": INDEX_VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
+    "version": VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
     "chunks": len(ids), "fingerprint": corpus.source.fingerprint, "checkpoints": checkpoints,
-    "files": {name: sha256(folder / name) for name in (*(f"sketch_{point[0]}.npy" for point in checkpoints), *_FILES)},
+    "files": {name: sha256(folder / name) for name in names},
   }  # fmt: skip
   write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
   return len(ids)
 
 
-def open_index(folder: Path, steps: Sequence[int]) -> dict:
-  """index.json of an index of these checkpoints. Raises ConfigError."""
-  path = folder / "index.json"
-  if not path.is_file():
-    raise ConfigError(f"--index {folder}: no index there; give --data to write one")
-  try:
-    about = check_seal(json.loads(path.read_text(encoding="utf-8")))
-  except ValueError as error:
-    raise ConfigError(f"{path}: damaged ({error}); give --data to write the index again") from error
-  if about["version"] != INDEX_VERSION:
-    way = "update maxghost" if about["version"] > INDEX_VERSION else "give --data to write the index again"
-    raise ConfigError(f"{path}: version {about['version']}, this maxghost reads version {INDEX_VERSION}; {way}")
-  if (there := [step for step, _ in about["checkpoints"]]) != list(steps):
-    raise ConfigError(f"--index {folder}: written for the checkpoints of steps {there}, queried with {list(steps)}")
-  for _, sentence in changed_files(folder, about.get("files", {})):
-    raise ConfigError(f"{sentence}; give --data to write the index again")
-  return about
-
-
 def nearest(
-  cfg: Config, points: Iterator[Point], folder: Path, about: dict, queries: dict[str, Batch], corpus: Corpus, top: int
-) -> dict[str, list[dict]]:
+  cfg: Config, points: Iterator[Point], folder: Path, about: dict, queries: dict[str, Batch], corpus: Corpus, top: int,
+  by: str = HYBRID,
+) -> dict[str, list[dict]]:  # fmt: skip
   """{query: its `top` best chunks}, without a backward pass over the corpus. about: from `open_index`.
 
   The product of two sketches along one direction has the contribution as its mean (`ghost.sketch`), so the estimate is
-  the mean over R directions, and the spread over them gives its standard error: root of the variance over R. rank: one
-  more than the number of chunks that are better by more than 2 standard errors of the difference, which is smaller than
-  the errors suggest, as both chunks have the same directions. tied: another chunk, shown or next, is within them.
+  the mean over R directions, and the spread over their G groups gives its standard error: root of the variance over G.
+  by: one of ORDERS; LESS knows only its value. rank: with NATS, one more than the number of chunks that are better by
+  more than 2 standard errors of the difference, which is smaller than the errors suggest, as both chunks have the same
+  directions. tied: another chunk, shown or next, is within them.
   """
-  with np.load(folder / "step.npz") as file:
-    step_batch = dict(file)
-  method = METHODS[about.get("method", CONTRIBUTION)]  # indices of earlier versions do not name it
-  sketcher = method(cfg, corpus, len(next(iter(queries.values())).epoch_B), about["directions"])
+  by = NATS if about.get("method") == LESS else by
+  method = METHODS[about.get("method", CONTRIBUTION)]
+  sketcher = method(cfg, corpus.layout, len(next(iter(queries.values())).epoch_B), about["directions"])
   val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
-  asked, digests = [], dict(about["checkpoints"])
+  asked, step_batch, index = [], step_of(folder), Index(folder, about)
   for point in points:
-    if point.digest != digests[point.step]:
-      raise ConfigError(f"--index {folder}: step {point.step} had other weights; give --data to write the index again")
+    index.check(point.step, point.digest)
     _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, val)
-    held_NMR = np.load(folder / f"sketch_{point.step}.npy", mmap_mode="r")
-    asked.append((held_NMR, np.asarray(rate * sketch_KMR)))
-
-  def products(chunks) -> np.ndarray:
-    return np.sum([np.einsum("nmr,kmr->knr", held_NMR[chunks], sketch_KMR) for held_NMR, sketch_KMR in asked], 0)
-
-  blocks = [slice(start, start + _BLOCK) for start in range(0, about["chunks"], _BLOCK)]
-  value_KN = np.concatenate([products(block).mean(-1) for block in blocks], axis=1)
-  ids = [json.loads(line) for line in (folder / "ids.jsonl").read_text(encoding="utf-8").splitlines()]
+    asked.append(np.asarray(rate * sketch_KMR))
   found = {}
   for k, name in enumerate(queries):
-    order = np.argsort(-value_KN[k], kind="stable")[: top + 1]
-    product_NR = products(order)[k]
-    gap_NNR = product_NR[:, None] - product_NR[None]
-    better_NN = gap_NNR.mean(-1) > 2 * standard_error(gap_NNR)
-    tied_N = ~(better_NN | better_NN.T | np.eye(len(order), dtype=bool)).all(0)
-    rank_N, error_N = np.maximum.accumulate(1 + better_NN.sum(0)), standard_error(product_NR)
-    keys = ("domain", "path", "offset", "chunk", "tokens")
+    own = [sketch_KMR[k : k + 1] for sketch_KMR in asked]
+    (score_N,) = index.scores(own, by)
+    if by == HYBRID:
+      score_N = index.hybrid(score_N, corpus.words_of(queries[name]))
+    order = np.argsort(-score_N, kind="stable")[: top + 1]
+    (product_NG,) = index.products(own, order)
+    error_N, num = standard_error(product_NG), len(order)
+    rank_N, tied_N = 1 + np.arange(num), np.zeros(num, bool)
+    if by == NATS:
+      gap_NNG = product_NG[:, None] - product_NG[None]
+      better_NN = gap_NNG.mean(-1) > 2 * standard_error(gap_NNG)
+      tied_N = ~(better_NN | better_NN.T | np.eye(num, dtype=bool)).all(0)
+      rank_N = np.maximum.accumulate(1 + better_NN.sum(0))
     found[name] = [
-      {"rank": int(rank_N[i]), "tied": bool(tied_N[i]), "contribution": float(value_KN[k, n]),
-       "standard_error": float(error_N[i]), **dict(zip(keys, ids[n], strict=True))}
+      {"rank": int(rank_N[i]), "tied": bool(tied_N[i]), "contribution": float(product_NG[i].mean()),
+       "standard_error": float(error_N[i]), "score": float(score_N[n]), **dict(zip(KEYS, index.ids[n], strict=True))}
       for i, n in enumerate(order[:top])
     ]  # fmt: skip
   return found
 
 
-def standard_error(products) -> np.ndarray:
-  """Of the mean over the last axis, of independent products along one direction each."""
-  return products.std(-1, ddof=1) / np.sqrt(products.shape[-1])
+def step_of(folder: Path) -> dict[str, np.ndarray]:
+  """The batch of the step whose response queries are passed through."""
+  with np.load(folder / "step.npz") as file:
+    return dict(file)
+
+
+class Step(NamedTuple):
+  """What a query needs of the step at a checkpoint: s {label: array}, its gradients, clipping factor, and the factor of
+  products."""
+
+  scale: dict
+  grads: dict
+  clip_factor: Any
+  factor: Any
 
 
 class Sketcher:
@@ -207,45 +218,77 @@ class Sketcher:
   rank one, so is s.
   """
 
-  def __init__(self, cfg: Config, corpus: Corpus, num_rows: int, num_directions: int):
-    graphdef, objective, twin = twin_of(cfg, corpus, num_rows)
+  def __init__(self, cfg: Config, layout: Layout, num_rows: int, num_directions: int):
+    graphdef, objective, twin = twin_of(cfg, layout, num_rows)
     rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.direction)
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
+    answer_loss = dataclasses.replace(LanguageModelLoss.of(cfg).evaluation(), num_tiles=1)
+    size = sum(math.prod((*p.stack_shape, *p.shape)) for p in twin.scored)
+    side = side_of(num_directions)
+
+    def parts_of(train_state):
+      held = nnx.merge(graphdef, train_state)
+      return Model(*nnx.split(held.model, held.optimizer.wrt, ...)), held.optimizer
+
+    def response_of(optimizer, grads: dict, clip_factor) -> dict:
+      before = rule.read(optimizer, clip_factor=clip_factor)
+      scalars = rule.scalars(before.count, clip_factor)
+      return {p.label: rule.response(p.parameter, grads[p.label], before.of(p.label), scalars) for p in twin.scored}
+
+    def step(train_state, step_batch) -> Step:
+      parts, optimizer = parts_of(train_state)
+      passed = passes.accumulated(parts, objective, step_batch, cfg.optimizer.gradient_accumulation_steps)
+      _, clip_factor, _ = optimizers.clip(passed.grads, cfg.optimizer.gradient_clipping_threshold)
+      grads = optimizers.by_label(passed.grads)
+      response = response_of(optimizer, grads, clip_factor)
+      scale = {p.label: _root(p, response[p.label].weighting(), grads[p.label]) for p in twin.scored}
+      factor = rate(rule.read(optimizer).count) * clip_factor / passed.weights.sum()
+      return Step(scale, grads, clip_factor, factor)
+
+    def projected(key, response: dict, scale: dict, gradient: nnx.State):
+      labelled = optimizers.by_label(gradient)
+      moved = {label: one.transpose(labelled[label]) / scale[label] for label, one in response.items()}
+      return sketch_gradient(twin, moved, key, num_directions, side=side)
 
     def respond(key, train_state, step_batch, val: tuple):
       """(s {label: array}, factor of the products, sketches [K, M, R] of P G / s)."""
-      held = nnx.merge(graphdef, train_state)
-      parts = Model(*nnx.split(held.model, held.optimizer.wrt, ...))
-      passed = passes.accumulated(parts, objective, step_batch, cfg.optimizer.gradient_accumulation_steps)
-      _, clip_factor, _ = optimizers.clip(passed.grads, cfg.optimizer.gradient_clipping_threshold)
-      before, grads = rule.read(held.optimizer, clip_factor=clip_factor), optimizers.by_label(passed.grads)
-      scalars = rule.scalars(before.count, clip_factor)
-      response = {p.label: rule.response(p.parameter, grads[p.label], before.of(p.label), scalars) for p in twin.scored}
-      scale = {p.label: _root(p, response[p.label].weighting(), grads[p.label]) for p in twin.scored}
-      sketches = []
+      (parts, optimizer), taken = parts_of(train_state), step(train_state, step_batch)
+      response, sketches = response_of(optimizer, taken.grads, taken.clip_factor), []
       for rows in val:
         _, (gradient,) = passes.validation_gradients(parts, objective.validation(), (rows,))
-        labelled = optimizers.by_label(gradient)
-        moved = {label: one.transpose(labelled[label]) / scale[label] for label, one in response.items()}
-        sketches.append(sketch_gradient(twin, moved, key, num_directions))
-      factor = rate(before.count) * clip_factor / passed.weights.sum()
-      return scale, factor, jnp.stack(sketches) if sketches else None
+        sketches.append(projected(key, response, taken.scale, gradient))
+      return taken.scale, taken.factor, jnp.stack(sketches) if sketches else None
+
+    def ask(key, train_state, taken: Step, row, places_A):
+      """(losses [A], sketches [A, M, R] of P G / s times the factor) of the targets at some places of one row [1, T].
+
+      One backward pass for each; places < 0 have no gradient.
+      """
+      parts, optimizer = parts_of(train_state)
+      response = response_of(optimizer, taken.grads, taken.clip_factor)
+      losses_T, pull = jax.vjp(lambda params: answer_loss(parts.merge(params), row)[0][0], parts.params)
+
+      def one(place):
+        cotangent_T = jnp.where(jnp.arange(len(losses_T)) == place, 1, 0).astype(losses_T.dtype)
+        return taken.factor * projected(key, response, taken.scale, *pull(cotangent_T))
+
+      return losses_T[places_A], jax.lax.map(one, places_A, batch_size=max(1, min(len(places_A), _TOGETHER // size)))
 
     def sketch(key, train_state, scale, batch):
       """(sketch [B, S, M, R] of each document's gradient times s, tokens [B, S])."""
       trained = nnx.merge(graphdef, train_state).model
       _, weights_BT = objective(trained, batch)
       used_BT, target_BT = objective.units(batch)
-      number_BTS = 1 + jnp.arange(corpus.layout.max_segments)[None, None]
+      number_BTS = 1 + jnp.arange(layout.max_segments)[None, None]
       used_BTS, target_BTS = (x[..., None] == number_BTS for x in (used_BT, target_BT))
       _, params, rest = nnx.split(trained, nnx.Param, ...)
-      sketch_MRBT = sketch_pass(twin, params, rest, objective, batch, key, num_directions, scale)
+      sketch_MRBT = sketch_pass(twin, params, rest, objective, batch, key, num_directions, scale, side)
       sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, used_BTS.astype(sketch_MRBT.dtype))
       return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
     key = jax.random.key(_SEED)  # an argument: XLA would compute what depends on a constant one while it compiles
-    self.prepare = objective.prepare
-    self.respond, self.sketch = (functools.partial(jax.jit(function), key) for function in (respond, sketch))
+    self.prepare, self.step = objective.prepare, jax.jit(step)
+    self.respond, self.ask, self.sketch = (functools.partial(jax.jit(f), key) for f in (respond, ask, sketch))
 
 
 def _root(param, weighting, like):

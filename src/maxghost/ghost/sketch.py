@@ -5,8 +5,14 @@ which costs I + O per token instead of I O (Choe et al., arXiv:2405.13954, also 
 matrix so narrow that it saves nothing gets a z of independent entries. The products of different parameters are kept
 separate, since their cross terms would only add noise.
 
+With a side k > 1 the R directions come in R / k² groups of all k x k pairs of k vectors a and k vectors b, so that a
+group is a projected gradient Aᵀ g B (as in the same paper, and TrackStar, arXiv:2410.17413): the products cost 2 R / k
+vectors in place of 2 R. Groups are independent of each other, the pairs of one group are not.
+
 R directions, n examples, T positions; a parameter's matrix view is [I, O].
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +26,15 @@ from maxghost.ghost.schedules.passes import train_pass
 SPEC = DirectionSpec(rank=1, must_gain=False)
 
 
-def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
+def random_directions(twin: Twin, key, scale: dict | None = None, right=None, own=None) -> dict:
   """{label: parts} for `Twin.direction_state`: twin.num_sets random directions of every scored parameter.
 
-  scale: {label: array}, to sketch P g instead of g for an elementwise P; of rank one, `factored` replaces it.
+  scale: {label: array}, to sketch P g instead of g for an elementwise P; of rank one, `factored` replaces it. right,
+  own: keys in place of `key` for the vectors b, and for directions of independent entries.
   """
-  parts, keys_P = {}, _fold_in(key, len(twin.scored))
-  sides_P2 = jax.vmap(lambda own: _fold_in(own, 2))(keys_P)
-  for own, sides_2, param in zip(keys_P, sides_P2, twin.scored, strict=True):
+  count, parts = len(twin.scored), {}
+  keys_P3 = zip(*(_fold_in(key if k is None else k, count) for k in (own, key, right)), strict=True)
+  for (own, *sides), param in zip(keys_P3, twin.scored, strict=True):
     axis, shapes = len(param.stack_shape), param.part_shapes(twin.num_sets)
     shape = (*param.stack_shape, *param.shape)
     factor = jnp.ones(shape, jnp.float32) if scale is None else scale[param.label].astype(jnp.float32)
@@ -37,9 +44,21 @@ def random_directions(twin: Twin, key, scale: dict | None = None) -> dict:
       continue
     # With a scale the last axes of both are those of the factors, groups included.
     rows_LI, columns_LO = (jnp.expand_dims(x, axis) for x in factored(param.parameter.matrices(factor, axis)))
-    left, right = (jax.random.rademacher(k, s, jnp.float32) for k, s in zip(sides_2, shapes.values(), strict=True))
+    drawn = (jax.random.fold_in(side, number) for number, side in enumerate(sides))
+    left, right = (jax.random.rademacher(k, s, jnp.float32) for k, s in zip(drawn, shapes.values(), strict=True))
     parts[param.label] = (left * rows_LI[..., :, None], right * columns_LO[..., None, :])
   return parts
+
+
+def _for_each(function: Callable, key, num_directions: int, side: int):
+  """[R, ...] of function(keys of a, of b, of independent entries); what needs only a or b is computed once for each."""
+  own_R = jax.random.split(key, num_directions)
+  if side == 1:
+    return jax.vmap(lambda own: function(own, own, own))(own_R)
+  own_Gkk = own_R.reshape(-1, side, side)
+  for axes in ((None, 0, 0), (0, None, 0), (0, 0, 0)):
+    function = jax.vmap(function, axes)
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), function(own_Gkk[:, :, 0], own_Gkk[:, 0], own_Gkk))
 
 
 def _fold_in(key, count: int):
@@ -47,30 +66,34 @@ def _fold_in(key, count: int):
   return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
-def sketch_pass(twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None):
+def sketch_pass(
+  twin: Twin, params, rest, loss_fn, batch, key, num_directions: int, scale: dict | None = None, side: int = 1
+):
   """Additive sketches f32[M, R, n(, T)] of the batch, one block for each scored parameter and layer.
 
   twin: of `SPEC` and one validation set. `jax.vmap` runs what does not depend on a direction once.
   """
 
-  def one(key):
-    state = twin.direction_state(random_directions(twin, key, scale))
+  def one(*keys):
+    state = twin.direction_state(random_directions(twin, keys[0], scale, *keys[1:]))
     scores = train_pass(Model(twin.graphdef, params, rest), loss_fn, batch, twin, state).scores
     return jnp.concatenate(
       [scores[p.label].reshape(-1, *scores[p.label].shape[len(p.stack_shape) + 1 :]) for p in twin.scored]
     )
 
-  return jax.vmap(one, out_axes=1)(jax.random.split(key, num_directions))
+  return jnp.moveaxis(_for_each(one, key, num_directions, side), 0, 1)
 
 
-def sketch_gradient(twin: Twin, gradient: dict, key, num_directions: int, scale: dict | None = None):
+def sketch_gradient(
+  twin: Twin, gradient: dict, key, num_directions: int, scale: dict | None = None, side: int = 1
+):  # fmt: skip
   """Sketch f32[M, R] of one gradient {label: array}, of a batch that is one query, in the blocks of `sketch_pass`."""
 
-  def one(key):
-    parts = random_directions(twin, key, scale)
+  def one(*keys):
+    parts = random_directions(twin, keys[0], scale, *keys[1:])
     return jnp.concatenate([_along(p, parts[p.label], gradient[p.label]) for p in twin.scored])
 
-  return jax.lax.map(one, jax.random.split(key, num_directions)).T
+  return _for_each(one, key, num_directions, side).T
 
 
 def _along(param, parts, gradient):
@@ -79,7 +102,8 @@ def _along(param, parts, gradient):
   if param.low_rank:
     left, right = parts
     left_LI, right_LO = (x.squeeze(axis) for x in (left.squeeze(-1), right.squeeze(-2)))
-    product = jnp.einsum("...io,...i,...o->...", param.parameter.matrices(gradient, axis), left_LI, right_LO)
+    rows_LO = jnp.einsum("...io,...i->...o", param.parameter.matrices(gradient, axis), left_LI)
+    product = (rows_LO * right_LO).sum(-1)
   else:
     product = parts[0].squeeze(axis) * gradient
   return product.sum(tuple(range(axis, product.ndim))).reshape(-1)

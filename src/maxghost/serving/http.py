@@ -189,7 +189,7 @@ class Server:
     if (values["prompt"] is None) == (values["messages"] is None):
       raise Refused("give prompt or messages", "prompt")
     (prompt, *others), answer = requests.prompts_of(values, served), requests.ids_of(values["answer"], "answer", served)
-    if others or not answer or len(prompt) + len(answer) > served.size:
+    if others or not prompt or not answer or len(prompt) + len(answer) > served.size:
       raise Refused(f"give one prompt and its answer, of at most {served.size} tokens together", "answer")
     if self._asked >= MOST_ASKED:
       raise Refused(f"{self._asked} questions wait", code="queue_full", status=429, **{"Retry-After": "1"})
@@ -219,8 +219,8 @@ class Answer:
         found[number].append(piece)
     choices = []
     for number, own in enumerate(found):
-      merged = [tuple(one for piece in own for one in getattr(piece, name)) for name in ("ids", "logps", "top")]
-      choices.append(self._choice(number, Piece("".join(piece.text for piece in own), *merged, own[-1].finish)))
+      ids, logps, top = (tuple(one for p in own for one in getattr(p, name)) for name in ("ids", "logps", "top"))
+      choices.append(self._choice(number, Piece("".join(p.text for p in own), ids, logps, top, own[-1].finish)))
     return self._head | {"choices": choices, "usage": self._usage()}
 
   async def events(self, pieces) -> AsyncIterator[str]:

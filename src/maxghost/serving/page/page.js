@@ -82,8 +82,8 @@ async function start() {
 function about(text = "") {
   const node = $("about");
   if (text || !model || model.sources) { node.textContent = text || "They appear here when the answer is complete."; return; }
-  const [said, command] = model.no_sources.split(/:\s(.*)/s);
-  node.replaceChildren("This run has " + said + ". This command writes one, and the server shows sources when it is started again:", make("code", "", command || ""));
+  const [, said, command] = model.no_sources.match(/^(.*?)(maxghost .*)?$/s);
+  node.replaceChildren("No sources: " + clean(said), ...(command ? [make("code", "", clean(command)), "Then start the server again."] : []));
 }
 
 async function ask(event) {
@@ -137,7 +137,7 @@ function busy(on) {
 function reset() {
   groups = []; found = null; picked = -1; shaded = null;
   problem(""); about();
-  for (const id of ["answer", "documents"]) $(id).replaceChildren();
+  for (const id of ["answer", "documents", "method"]) $(id).replaceChildren();
   $("status").textContent = ""; $("legend").hidden = true; $("all").hidden = true;
   $("sources-title").textContent = "Sources";
   $("answer-title").hidden = false;
@@ -193,16 +193,18 @@ function pick(i) {
   if (group) {
     const places = new Set(group.tokens.flatMap((token) => found.token_top[token] || []));
     rows = [...places].map((place) => found.documents[place]).map((document) => ({ document, value: nats(document, group), error: null }));
+    if (group.tokens.length > 1) rows.sort((a, b) => b.value - a.value);
   } else {
     rows = found.documents.map((document) => ({ document, value: document.nats, error: document.standard_error }));
   }
-  rows.sort((a, b) => b.value - a.value);
-  rows = rows.slice(0, top);
+  rows = rows.slice(0, top);  // in the server's order, which may count more than nats
   $("sources-title").replaceChildren(...(group ? ["Sources of ", make("q", "", visible(group.text))] : ["Sources of the whole " + (model.chat ? "answer" : "continuation")]));
   $("all").hidden = !group;
   const pressed = model.chat ? "of the answer" : "of the text";
-  about(group ? "Documents that most lowered the loss of this token." : `${found.documents.length ? "Documents that most lower its loss" : "The index has no documents"}, found in ${found.seconds.toFixed(2)} s. Press a token ${pressed} for its own.`);
-  $("about").title = [found.unit, found.method].filter(Boolean).join(" \u00b7 ");
+  const said = found.documents.length ? "Documents that most lowered its loss" : "The index has no documents";
+  about(group ? "Documents that most lowered the loss of this token." : `${said}, found in ${found.seconds.toFixed(2)} s. Press a token ${pressed} for its own.`);
+  $("about").title = found.unit;
+  $("method").textContent = clean([`Found by ${found.method}.`, ...(found.notes || [])].join(" "));
   const largest = Math.max(...rows.map((row) => Math.abs(row.value) + (row.error || 0)), 1e-30);
   const least = Math.min(0, ...rows.map((row) => row.value - (row.error || 0)));
   $("documents").replaceChildren(...rows.map((row, rank) => card(row, rank, least, largest)));
@@ -270,7 +272,7 @@ function details(source) {
   const parts = [make("pre", "", clean(source.text))];
   parts[0].tabIndex = 0;
   if (!source.trained.length) return [...parts, make("p", "note", "The log of this run has no step that trained on it.")];
-  const body = make("tbody"), table = make("table", "", make("caption", "", "Where the run trained on it, and what that did to the validation loss then"));
+  const body = make("tbody"), table = make("table", "", make("caption", "", `Where the run trained on it, and what that did to the ${clean(found.trained_for || "validation")} loss then`));
   const head = make("tr");
   for (const name of ["Step", "Epoch", "Contribution, nats"]) head.append(make("th", "", name));
   for (const one of source.trained) {

@@ -1,0 +1,154 @@
+"""`maxghost ask RUN "question"`: answers, with the training documents that made this very answer likelier.
+
+The documents are those of an index that `maxghost attribute RUN --data DOMAIN=GLOB --index RUN/index` wrote. Values are
+nats by which one exposure of a document is predicted to lower the loss of the answer, summed over its tokens.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from maxghost import attribute, config, generate
+from maxghost.config import Config, ConfigError
+from maxghost.config.arguments import Parser
+from maxghost.config.values import guarded, printable
+from maxghost.interop import model_path
+from maxghost.scores import PIPE_WIDTH
+
+EXAMPLES = """\
+examples:
+  maxghost ask runs/base "What does os.path.join return?"
+  maxghost ask runs/base "The capital of France is" --answer " Paris" --top 5
+  maxghost ask runs/base "def main(" --token 3 --json
+"""
+_EXCERPT = 110  # characters
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+  parser = Parser("maxghost ask", description=__doc__, epilog=EXAMPLES)
+  add = parser.add_argument
+  add("run", type=Path, metavar="RUN", help="a run, or its checkpoint, whose weights the index was made from")
+  add("question", help="the prompt; a user's question for a run on conversations")
+  add("--answer", metavar="TEXT", help="the sources of this answer; the model's own is generated otherwise")
+  add("--index", type=Path, metavar="DIR", help="index of `maxghost attribute` (RUN/index)")
+  add("--top", type=int, default=10, metavar="N", help="documents shown (10)")
+  add("--token", type=int, metavar="N", help="the sources of the answer's N-th token, from 1")
+  add("--max_new_tokens", type=int, default=64, metavar="N", help="maximum number of tokens of an answer (64)")
+  add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
+  add("--seed", type=int, default=0, help="of the sampling (0)")
+  add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
+  args = parser.parse(argv)
+  for name in ("top", "token", "max_new_tokens"):
+    if (value := getattr(args, name)) is not None and value < 1:
+      raise ConfigError(f"--{name} {value}: at least 1")
+  for name, text in (("the question", args.question), ("--answer", args.answer)):
+    if text == "":
+      raise ConfigError(f"{name} is empty; write something")
+  return args
+
+
+@guarded("maxghost")
+def main(argv: list[str] | None = None) -> int:
+  """Exit code 0, or 2 for wrong input."""
+  args = parse(argv)
+  run_dir, cfg, paths, index = opened(args.run, args.index)
+  from rich.console import Console
+
+  sources = open_sources(run_dir, cfg, paths, index)
+  prompt_ids, answer_ids = _answer(args, cfg, next(reversed(paths.values())), sources.tokenizer)
+  if args.token and args.token > len(answer_ids):
+    raise ConfigError(f"--token {args.token}: the answer has {len(answer_ids)} tokens")
+  found = sources.of_answer(prompt_ids, answer_ids, args.top)
+  if args.json:
+    print(json.dumps(found, ensure_ascii=False, indent=1))
+    return 0
+  for note in found["notes"]:
+    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+  _show(args, found, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False))
+  return 0
+
+
+def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path], Path]:
+  """(folder of the run, configuration, checkpoints, folder) of an index of this run. Raises ConfigError."""
+  from maxghost.attribution.index import CONTRIBUTION, open_index
+
+  run_dir, given = attribute.resolve([run])
+  paths, folder = given.copy(), index or run_dir / "index"
+  if not (folder / "index.json").is_file():
+    write = f"maxghost attribute {paths[max(paths)]} --data DOMAIN=GLOB --index {folder}"
+    raise ConfigError(f"{folder}: no index there; write one: {write}")
+  about = open_index(folder)
+  if (method := about["method"]) != CONTRIBUTION:
+    raise ConfigError(f"--index {folder}: of --method {method}, which knows no nats; write it without --method")
+  steps = [step for step, _ in about["checkpoints"]]
+  paths |= {step: at for step in steps if step not in paths and (at := run_dir / "checkpoints" / str(step)).is_dir()}
+  if missing := [step for step in steps if step not in paths]:
+    raise ConfigError(f"--index {folder}: made from step {missing[0]}, of which {run_dir} has no checkpoint")
+  if (last := max(given)) != steps[-1]:
+    way = f"ask {run_dir}/checkpoints/{steps[-1]}, or write an index of step {last}"
+    raise ConfigError(f"--index {folder}: made from step {steps[-1]}, not from step {last} of {run}; {way}")
+  cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
+  asks = argparse.Namespace(direction=about["direction"], index=folder, rows=None)
+  paths = {step: paths[step] for step in steps}
+  return run_dir, attribute.scoring_config(cfg, asks, paths), paths, folder
+
+
+def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path) -> Any:
+  """The `attribution.sources.Sources` of what `opened` found. Imports JAX. Raises ConfigError."""
+  from maxghost.attribution.sources import Sources
+  from maxghost.training.devices import configure_jax
+
+  configure_jax(cfg)
+  return Sources(run_dir, index, cfg, attribute.points(cfg, paths))
+
+
+def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tuple[list[int], list[int]]:
+  """Ids of the prompt and of the answer, which is generated unless it is given."""
+  from maxghost import load_model
+  from maxghost.serving import Generator, Sampling
+
+  place, _ = load_model.find(path)
+  (prompt_ids,), stop_ids = generate.encoded([args.question], cfg.records == "conversations", cfg, tokenizer, place)
+  if args.answer is not None:
+    return prompt_ids, tokenizer.encode([args.answer.encode()])[0].tolist()
+  graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
+  size, sampling = len(prompt_ids) + args.max_new_tokens, Sampling(args.temperature)
+  generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))
+  return prompt_ids, generator.generate(state, [prompt_ids], args.max_new_tokens, seed=args.seed).row(0).tolist()
+
+
+def _show(args: argparse.Namespace, found: dict, console) -> None:
+  """The answer, and a table of its sources, or of those of one of its tokens."""
+  from rich.table import Table
+  from rich.text import Text
+
+  from maxghost.attribution.numbers import number
+  from maxghost.attribution.texts import snippet
+
+  tokens, documents = found["tokens"], found["documents"][: args.top]
+  if args.token:
+    documents = [found["documents"][i] for i in found["token_top"][args.token - 1]]
+  answer = Text(printable(args.question + " "), "dim")
+  for i, token in enumerate(tokens):
+    answer.append(printable(token["text"]), "bold reverse" if args.token == i + 1 else "bold")
+  console.print(answer)
+  table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+  for name in ("nats", "±", "tokens it helped most", "trained", "document"):
+    table.add_column(name, justify="right" if name in ("nats", "±", "trained") else "left")
+  for one in documents:
+    nats = one["token_nats"][args.token - 1] if args.token else one["nats"]
+    error = "" if args.token else number(one["standard_error"], 2)
+    most = sorted(range(len(tokens)), key=lambda i, one=one: -one["token_nats"][i])[:3]
+    helped = " ".join(repr(tokens[i]["text"]) for i in most if one["token_nats"][i] > 0)
+    excerpt = Text(printable(one["id"])).append(f"\n{snippet(printable(one['text']), _EXCERPT)}", "dim")
+    table.add_row(number(nats, plus=True), error, printable(helped), f"{len(one['trained'])}×", excerpt)
+  console.print(table)
+  of = f"token {args.token}" if args.token else "the answer"
+  about = f"{found['unit']}, here of {of}; {found['method']}; ± is the standard error; {found['seconds']:.2f} s"
+  console.print(Text(about, "dim"))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,187 @@
+"""An index of sketched gradients: written chunk by chunk, searched in blocks from memory-mapped files. Imports no JAX.
+
+A chunk's sketch is kept block by block as int8, divided by the block's norm, so that every layer has the same weight
+when chunks are ranked: by the mean over blocks of <u, C^-1 v>, with u and v the unit sketches of the chunk and of the
+query and C the mean of u uᵀ over the chunks (as TrackStar, Chang et al., arXiv:2410.17413): what all chunks have in
+common counts little. Estimates in nats are of the sketches themselves, whose norms are kept too.
+
+N chunks, M blocks, R directions in G groups, Q queries.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxghost.attribution import words
+from maxghost.attribution.words import Words
+from maxghost.config import ConfigError
+from maxghost.config.files import check_seal
+from maxghost.data.hashing import changed_files
+
+VERSION = 4  # 4: int8, and what ranks chunks
+KEYS = ("domain", "path", "offset", "chunk", "tokens")  # of a line of ids.jsonl
+HYBRID, SIMILARITY, NATS = ORDERS = ("hybrid", "similarity", "nats")  # what chunks are ranked by
+CONTRIBUTION, LESS = "contribution", "less"  # methods of an index
+_BLOCK = 1024  # chunks that are multiplied at a time
+_DAMPING = 0.1  # of C, in mean eigenvalues
+
+
+def files_of(step: int) -> tuple[str, str]:
+  return f"sketch_{step}.npy", f"blocks_{step}.npz"
+
+
+def _peak(num_directions: int) -> float:
+  """What 127 stands for: larger entries of a unit vector, 8 standard deviations, are cut off."""
+  return min(1.0, 8 / num_directions**0.5)
+
+
+class Shrunk:
+  """Collects the sketches of one checkpoint."""
+
+  def __init__(self):
+    self._units: list[np.ndarray] = []
+    self._norms: list[np.ndarray] = []
+    self._moment_MRR: Any = 0.0
+
+  def add(self, sketch_NMR: np.ndarray) -> None:
+    norm_NM, unit_NMR = _parted(sketch_NMR)
+    self._moment_MRR = self._moment_MRR + np.matmul(unit_NMR.transpose(1, 2, 0), unit_NMR.swapaxes(0, 1))
+    self._norms.append(norm_NM)
+    shrunk = np.rint(unit_NMR * (127 / _peak(sketch_NMR.shape[-1])))
+    self._units.append(np.clip(shrunk, -127, 127).astype(np.int8))
+
+  def save(self, folder: Path, step: int) -> list[str]:
+    """Writes the files of a checkpoint; their names."""
+    norm_NM, size = np.concatenate(self._norms), self._moment_MRR.shape[-1]
+    even_MRR = np.trace(self._moment_MRR, axis1=1, axis2=2)[:, None, None] / size * np.eye(size)
+    even_MRR = np.where(even_MRR.any((1, 2), keepdims=True), even_MRR, np.eye(size))  # of a block without gradients
+    inverse_MRR = np.linalg.inv((self._moment_MRR + _DAMPING * even_MRR) / len(norm_NM)).astype(np.float32)
+    np.save(folder / files_of(step)[0], np.concatenate(self._units))
+    np.savez(folder / files_of(step)[1], norm_NM=norm_NM, inverse_MRR=inverse_MRR)
+    return [*files_of(step)]
+
+
+def _parted(sketch_NMR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(norm [N, M] of each block, the blocks with norm 1), float32."""
+  norm_NM = np.sqrt(np.square(sketch_NMR, dtype=np.float64).sum(-1))
+  unit_NMR = sketch_NMR / np.where(norm_NM > 0, norm_NM, 1)[..., None]
+  return norm_NM.astype(np.float32), unit_NMR.astype(np.float32)
+
+
+class Whole:
+  """As `Shrunk`, of sketches that are kept as they are."""
+
+  def __init__(self):
+    self._parts: list[np.ndarray] = []
+
+  def add(self, sketch_NMR: np.ndarray) -> None:
+    self._parts.append(sketch_NMR)
+
+  def save(self, folder: Path, step: int) -> list[str]:
+    np.save(folder / (name := files_of(step)[0]), np.concatenate(self._parts))
+    return [name]
+
+
+class Index:
+  """An index that is open. about: from `open_index`; ids: of its chunks, as KEYS.
+
+  `asked` is a list with the queries' sketches f32[Q, M, R] at each checkpoint, in nats.
+  """
+
+  def __init__(self, folder: Path, about: dict):
+    self.folder, self._digests = folder, dict(about["checkpoints"])
+    self.ids = [json.loads(line) for line in (folder / "ids.jsonl").read_text(encoding="utf-8").splitlines()]
+    self._held: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []
+    for step in self._digests:
+      sketches, whitening = (folder / name for name in files_of(step))
+      more = dict(np.load(whitening)) if whitening.is_file() else {}
+      self._held.append((np.load(sketches, mmap_mode="r"), more))
+    self._words = Words(folder, len(self.ids)) if (folder / words.FILE).is_file() else None
+    num = self._held[0][0].shape[-1]
+    self.groups = num // side_of(num) ** 2 if self._held[0][1] else num
+
+  def check(self, step: int, digest: str) -> None:
+    """Raises ConfigError for the digest of other weights than the index was made from."""
+    if digest != self._digests[step]:
+      said = f"step {step} had other weights; give --data to write the index again"
+      raise ConfigError(f"--index {self.folder}: {said}")
+
+  def hybrid(self, score_N: np.ndarray, text: str) -> np.ndarray:
+    """f32[N]: the scores fused with those of the words of the query's text."""
+    return words.fused(score_N, self._words.scores(text)) if self._words else score_N
+
+  def scores(self, asked: list[np.ndarray], by: str = SIMILARITY) -> np.ndarray:
+    """f32[Q, N]: the contributions with NATS, else the mean over blocks and checkpoints."""
+    plain, found_QN = by == NATS or not self._held[0][1], np.zeros((len(asked[0]), len(self.ids)), np.float32)
+    for sketch_QMR, (held_NMR, more) in zip(asked, self._held, strict=True):
+      _, blocks, size = held_NMR.shape
+      if plain:
+        weight_QMR = sketch_QMR * (_peak(size) / 127 / size if more else 1 / size)
+      else:
+        weight_QMR = np.einsum("qmr,mrs->qms", _parted(sketch_QMR)[1], more["inverse_MRR"], optimize=True)
+        weight_QMR *= _peak(size) / 127 / blocks / len(asked)
+      weight_QD = weight_QMR.reshape(len(weight_QMR), -1).astype(np.float32)
+      for start in range(0, len(self.ids), _BLOCK):
+        here = slice(start, start + _BLOCK)
+        part_NMR = held_NMR[here].astype(np.float32)
+        if plain and more:
+          part_NMR *= more["norm_NM"][here, :, None]
+        found_QN[:, here] += weight_QD @ part_NMR.reshape(len(part_NMR), -1).T
+    return found_QN
+
+  def products(self, asked: list[np.ndarray], chunks) -> np.ndarray:
+    """f32[Q, n, G]: estimates of the contributions of some chunks by each group, summed over the checkpoints."""
+    total: Any = 0.0
+    for sketch_QMR, (held_NMR, more) in zip(asked, self._held, strict=True):
+      part_NMR, size = held_NMR[chunks].astype(np.float32), held_NMR.shape[-1]
+      if more:
+        part_NMR *= more["norm_NM"][chunks, :, None] * (_peak(size) / 127)
+      part_GND, sketch_GQD = self._grouped(part_NMR), self._grouped(sketch_QMR)
+      total = total + (sketch_GQD @ part_GND.swapaxes(1, 2)) * (self.groups / size)
+    return np.moveaxis(total, 0, -1)
+
+  def _grouped(self, sketch_NMR: np.ndarray) -> np.ndarray:
+    """[G, N, M R / G]."""
+    split_NMGr = sketch_NMR.reshape(*sketch_NMR.shape[:2], self.groups, -1)
+    return np.moveaxis(split_NMGr, 2, 0).reshape(self.groups, len(sketch_NMR), -1)
+
+
+def spans(ids: list[list]) -> list[tuple[int, int | None]]:
+  """(first byte, end) of each chunk in its document; None where it is the document's last."""
+  ends: dict[tuple, int | None] = {}
+  for *key, chunk, _ in sorted(ids, key=lambda one: one[:4], reverse=True):
+    document = tuple(key)
+    ends[document, chunk], ends[document] = ends.get(document), chunk
+  return [(chunk, ends[tuple(key), chunk]) for *key, chunk, _ in ids]
+
+
+def side_of(num_directions: int) -> int:
+  """Of `ghost.sketch.sketch_pass`: the largest power of 2 that leaves a multiple of 16 groups, which tell the error."""
+  return max(side for side in (1, 2, 4, 8) if side == 1 or num_directions % (16 * side**2) == 0)
+
+
+def standard_error(products) -> np.ndarray:
+  """Of the mean over the last axis, of independent estimates."""
+  return products.std(-1, ddof=1) / np.sqrt(products.shape[-1])
+
+
+def open_index(folder: Path, steps: Sequence[int] | None = None) -> dict:
+  """index.json of an index, of these checkpoints if they are given. Raises ConfigError."""
+  path = folder / "index.json"
+  if not path.is_file():
+    raise ConfigError(f"--index {folder}: no index there; give --data to write one")
+  try:
+    about = check_seal(json.loads(path.read_text(encoding="utf-8")))
+  except ValueError as error:
+    raise ConfigError(f"{path}: damaged ({error}); give --data to write the index again") from error
+  if about["version"] != VERSION:
+    way = "update maxghost" if about["version"] > VERSION else "give --data to write the index again"
+    raise ConfigError(f"{path}: version {about['version']}, this maxghost reads version {VERSION}; {way}")
+  if steps is not None and (there := [step for step, _ in about["checkpoints"]]) != list(steps):
+    raise ConfigError(f"--index {folder}: written for the checkpoints of steps {there}, queried with {list(steps)}")
+  for _, sentence in changed_files(folder, about.get("files", {})):
+    raise ConfigError(f"{sentence}; give --data to write the index again")
+  return about

@@ -1,0 +1,135 @@
+"""The sources of an answer: the documents of an index whose one exposure most lowers the loss of this very answer.
+
+T positions, A tokens of the answer, Q = 1 + A queries (the answer, and each of its tokens), N chunks, M blocks of a
+sketch, R directions.
+"""
+
+import codecs
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxghost import attribution
+from maxghost.attribution.index import KEYS, Index, open_index, spans, standard_error
+from maxghost.attribution.offline import UNIT, Point, Sketcher, step_of
+from maxghost.attribution.texts import Source
+from maxghost.config import Config, ConfigError
+from maxghost.data.packing import Layout
+from maxghost.data.tokenizers import load_tokenizer
+from maxghost.objectives.base import BATCH_ARRAYS
+
+TOKEN_TOP = 3  # documents of each token
+_LENGTHS = tuple(2**power for power in range(6, 21))  # of the rows for which a query is compiled
+_PLACES = 8  # tokens of a compiled call
+
+
+class Sources:
+  """An index with the weights it was made from, ready for questions.
+
+  run_dir: of the score log. cfg, points: as `attribute.scoring_config` and `attribute.points` make them for the steps
+  of the index. notes: sentences for the reader, such as why there are no texts. Raises ConfigError for an index of
+  other weights.
+  """
+
+  def __init__(self, run_dir: Path, index_dir: Path, cfg: Config, points: Iterator[Point]):
+    about, data = open_index(index_dir), cfg.data
+    self.method = f"direction {about['direction']}, estimated from {about['directions']} random directions"
+    self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
+    self.index, self.notes, self._log = Index(index_dir, about), [], None
+    self._sketcher = Sketcher(cfg, Layout(data.max_target_length, 1), 1, about["directions"])
+    self._held, step_batch = [], step_of(index_dir)
+    for point in points:
+      self.index.check(point.step, point.digest)
+      self._held.append((point.state, self._sketcher.step(point.state, step_batch)))
+    self._texts, self._spans = Source(index_dir), spans(self.index.ids)
+    self.notes += self._texts.open((about["fingerprint"],))
+    try:
+      self._log = attribution.load(run_dir)
+    except ConfigError as error:
+      self.notes.append(f"when documents were trained on is not known: {error}")
+
+  def warm_up(self, length: int = 256) -> None:
+    """Compiles what a question with up to `length` tokens, its answer included, needs."""
+    for size in _LENGTHS[: 1 + np.searchsorted(_LENGTHS, length).item()]:
+      self._asked(np.zeros(size, np.int32), 1)
+
+  def of_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], top: int = 10) -> dict[str, Any]:
+    """The sources of an answer (docs/asking.md lists the keys); the query is its loss, summed over its tokens.
+
+    nats of a document are the sum of its token_nats. Raises ValueError for an empty prompt or answer.
+    """
+    begin, num = time.perf_counter(), len(answer_ids)
+    if not len(prompt_ids) or not num:
+      raise ValueError("a question and its answer need at least one token each")
+    ids_T = np.array([*prompt_ids, *answer_ids], np.int32)
+    logp_A, tokens = self._asked(ids_T, num)
+    asked = [np.concatenate([token_AMR.sum(0, keepdims=True), token_AMR]) for token_AMR in tokens]
+    score_QN = self.index.scores(asked)
+    score_QN[0] = self.index.hybrid(score_QN[0], self.tokenizer.decode(ids_T).decode("utf-8", "replace"))
+    best = [_best(score_N, TOKEN_TOP if q else top) for q, score_N in enumerate(score_QN)]
+    more = sorted({n for of_token in best[1:] for n in of_token} - {*best[0]}, key=lambda n: -score_QN[0, n])
+    chosen = [*best[0], *more]
+    product_QNG = self.index.products(asked, np.array(chosen))
+    nats_QN, error_N = product_QNG.mean(-1), standard_error(product_QNG[0])
+    ids = [dict(zip(KEYS, self.index.ids[n], strict=True)) for n in chosen]
+    texts, trained = self._texts_of(chosen), self._trained([tuple(one.values())[:4] for one in ids])
+    documents = [
+      {"id": "{domain}:{path}:{offset}+{chunk}".format(**one), **one, "text": text, "score": float(score_QN[0, n]),
+       "nats": float(nats_QN[0, i]), "standard_error": float(error_N[i]), "token_nats": nats_QN[1:, i].tolist(),
+       "trained": steps}
+      for i, (n, one, text, steps) in enumerate(zip(chosen, ids, texts, trained, strict=True))
+    ]  # fmt: skip
+    place, decoder = {n: i for i, n in enumerate(chosen)}, codecs.getincrementaldecoder("utf-8")("replace")
+    pieces = [decoder.decode(self.tokenizer.decode(np.array([number]))) for number in answer_ids]
+    return {
+      "tokens": [{"text": text, "logp": float(logp)} for text, logp in zip(pieces, logp_A, strict=True)],
+      "documents": documents, "token_top": [[place[n] for n in of_token] for of_token in best[1:]],
+      "seconds": time.perf_counter() - begin, "method": self.method, "unit": UNIT, "notes": self.notes,
+      "trained_for": self._log.val_sets[0] if self._log else None,
+    }  # fmt: skip
+
+  def _asked(self, ids_T: np.ndarray, num: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(log-probabilities [A] at the last checkpoint, sketches [A, M, R] at each) of the last `num` tokens."""
+    size, used = next(length for length in _LENGTHS if length >= len(ids_T)), len(ids_T) - 1
+    row = {name: np.zeros((1, size), np.int32) for name in BATCH_ARRAYS}
+    for side, values in (("inputs", ids_T[:-1]), ("targets", ids_T[1:])):
+      row[side][0, :used], row[f"{side}_position"][0, :used] = values, np.arange(used)
+      row[f"{side}_segmentation"][0, :used] = 1
+    places = np.full(-(-num // _PLACES) * _PLACES, -1)
+    places[:num] = np.arange(used - num, used)
+    found, logp_A = [], np.zeros(num)
+    for state, step in self._held:
+      parts = [jax.device_get(self._sketcher.ask(state, step, row, some)) for some in places.reshape(-1, _PLACES)]
+      losses, sketches = (np.concatenate(some)[:num] for some in zip(*parts, strict=True))
+      logp_A, found = -losses, [*found, sketches]
+    return logp_A, found
+
+  def _texts_of(self, chunks: list[int]) -> list[str]:
+    """The text of each chunk; empty where the source of the index cannot be read."""
+    keys = [tuple(self.index.ids[n][:3]) for n in chunks]
+    whole = self._texts.find(dict.fromkeys(keys))
+    texts = (whole.get(key, "").encode()[slice(*self._spans[n])] for key, n in zip(keys, chunks, strict=True))
+    return [text.decode("utf-8", "replace") for text in texts]
+
+  def _trained(self, keys: list[tuple]) -> list[list[dict]]:
+    """The steps in which the run trained on each chunk, with its contribution to the first validation set then."""
+    found: dict[tuple, list[dict]] = {key: [] for key in keys}
+    paths, offsets = ([*{key[i] for key in keys}] for i in (1, 2))
+    for shard, rows in self._log.blocks() if self._log else ():
+      domain, path = shard.texts("domain"), shard.texts("path")
+      for row in rows[np.isin(path, paths)[rows["path"]] & np.isin(rows["offset"], offsets)]:
+        key = (str(domain[row["domain"]]), str(path[row["path"]]), int(row["offset"]), int(row["chunk"]))
+        if key in found:
+          values = int(row["step"]), int(row["epoch"]), float(row["contribution"][0])
+          found[key].append(dict(zip(("step", "epoch", "contribution"), values, strict=True)))
+    return [sorted(found[key], key=lambda one: one["step"]) for key in keys]
+
+
+def _best(score_N: np.ndarray, num: int) -> list[int]:
+  """The places of the largest, largest first."""
+  first = np.argpartition(-score_N, num)[:num] if num < len(score_N) else np.arange(len(score_N))
+  return first[np.argsort(-score_N[first], kind="stable")].tolist()
