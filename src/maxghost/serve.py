@@ -108,10 +108,13 @@ def _sources(args: argparse.Namespace) -> tuple[Any, str]:
   from maxghost import ask
 
   try:
+    if args.adapter:
+      raise ConfigError("an index belongs to weights without --adapter")
     found = ask.opened(Path(args.model), args.index)
   except ConfigError as error:
     if args.index or (Path(args.model) / "index").is_dir():
       raise
+    print(f"no sources: {error}", file=sys.stderr)
     return None, str(error)
   sources = ask.open_sources(*found)
   sources.warm_up()
@@ -127,9 +130,8 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
     async def startup(self, sockets=None):
       await super().startup(sockets)
       host, port = listener.getsockname()[:2]
-      print(
-        f"serving {served.name}: http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C ends it)", flush=True
-      )
+      address = f"[{host}]" if ":" in host else host
+      print(f"serving {served.name}: http://{address}:{port}/ (Ctrl-C ends it)", flush=True)
 
     def handle_exit(self, sig, frame):
       """Requests go on for the grace; then their jobs are cancelled, so that clients are told."""

@@ -1,5 +1,6 @@
 """The HTTP server: OpenAI's client, wrong requests, limits, clients that leave; then the command on a tiny model."""
 
+import dataclasses
 import http.client
 import json
 import os
@@ -355,6 +356,16 @@ def test_the_page_loads_nothing_from_elsewhere(port):
     status, text = call(port, path)
     assert status == 200 and "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "")
     assert "innerHTML" not in text and "style=" not in text  # texts are put in as texts; the policy forbids the other
+
+
+def test_the_example_of_the_docs_runs(capsys):
+  page = (ROOT.parents[1] / "docs" / "serving.md").read_text("utf-8")
+  (code,) = re.findall(r"```py\n(.*?)```", page, re.S)
+  with serving(dataclasses.replace(served(EchoBatcher()), name="base")) as port:
+    exec(code.replace(":8000", f":{port}"), {})
+    asked = re.search(r"-d '(.*?)'", page)[1]
+    assert call(port, COMPLETIONS, asked.encode())[1]["choices"][0]["text"] == "def main("
+  assert capsys.readouterr().out == "def main( 10\nuser: What is a generator?\nassistant:"
 
 
 def test_the_page_has_the_colours_of_the_report():
