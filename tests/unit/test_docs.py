@@ -98,6 +98,8 @@ def test_code_for_models_and_checkpoints_runs(tmp_path, monkeypatch):
   manager.close()
   progress = run_page("docs/generation.md")["progress"]
   assert len(progress.counts_B) == 2
+  page = run_page("docs/serving.md")
+  assert len(page["texts"]) == 2 and page["result"].ids_B.shape == (8,)
   unpack("linen_scanned", tmp_path).parent.rename(tmp_path / "checkpoints")
   (tmp_path / "mt").mkdir()
   (tmp_path / "checkpoints").rename(tmp_path / "mt" / "checkpoints")

@@ -94,6 +94,27 @@ class Letters:
     return bytes(ids)
 
 
+class Words(Letters):
+  """An id is a word; a text's first space is dropped, and each id is decoded how often?"""
+
+  def __init__(self):
+    self.decoded = 0
+
+  def decode(self, ids):
+    self.decoded += len(ids)
+    return "".join(f" w{i}" if i else "" for i in ids).removeprefix(" ").encode()
+
+
+def test_a_row_keeps_the_spaces_of_its_words_and_decodes_each_a_few_times():
+  tokenizer, ids = Words(), [3, 0, 0, 1, 5, 0, 2] * 30
+  row = Row(tokenizer, {7}, [])
+  shown = "".join(row.take(ids[:end], last=end == len(ids)) for end in range(len(ids) + 1))
+  assert shown == row.text == Words().decode(ids).decode()
+  assert tokenizer.decoded < 12 * len(ids)
+  row = Row(Words(), {7}, [])
+  assert "".join(row.take(ids[:end], last=False) for end in (1, 1, 2, 2, 4, 4, 9)) == "w3 w1 w5 w2 w3"
+
+
 def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
   row = Row(Letters(), {7}, [])
   text = "aé漢".encode()

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from maxghost.serving.engine import TOP, DecodeState, Engine, Prefix, Result
-from maxghost.serving.sampling import Sampling
+from maxghost.serving.engine import DecodeState, Engine, Prefix, Result
+from maxghost.serving.sampling import TOP, Sampling
 
 
 class QueueFull(Exception):

@@ -20,9 +20,7 @@ from maxghost.parallel import shardings
 from maxghost.serving import kv_cache
 from maxghost.serving.generator import add_token, add_tokens, read_prompts
 from maxghost.serving.prefixes import Prefixes
-from maxghost.serving.sampling import TOP, Sampling, draw
-
-__all__ = ["TOP", "DecodeState", "Engine", "Prefix", "Result"]
+from maxghost.serving.sampling import Sampling, draw
 
 _NARROW, _VISIBLE = 4, 128  # a short chunk is a quarter of a long one; least bucket of a decode step
 # What a step needs to know of each row: (dtype, value of a free slot). length: tokens in the cache; 0 in a free slot.
@@ -31,6 +29,7 @@ _ROW = {
   "repetition_penalty": (np.float32, 1), "top": (np.int32, 0), "key": (np.uint32, (0, 0)), "step": (np.int32, 0),
   "token": (np.int32, 0), "length": (np.int32, 0),
 }  # fmt: skip
+_LOGITS = ("activation_batch", "activation_vocab")
 Rows = dict[str, np.ndarray]
 
 
@@ -99,7 +98,7 @@ class Engine:
       most = decoder.position_embedder.num_embeddings
       raise ConfigError(f"cache_size={self.cache_size}: the model has {most} positions; use at most {most}")
     self._loaded = jax.device_put(state, self._layout.shardings(state) if self._layout else None)
-    one = jnp.ones((1, 1), jnp.int32)
+    one = np.ones((1, 1), np.int32)
     read = lambda state: read_prompts(nnx.merge(self._graphdef, state), one, one[0], self.cache_size)  # noqa: E731
     logits, self._row_shapes = jax.eval_shape(read, state)
     self.vocab_size = logits.shape[-1]
@@ -157,9 +156,7 @@ class Engine:
     """Reads the next chunk; the last one gives the first new token. The first call takes what is kept of such a
     beginning."""
     if params is not self._loaded:
-      raise ValueError(
-        "these are not the params that load_params gave last, to which kept beginnings of prompts belong"
-      )
+      raise ValueError("these are not the params that load_params gave last, of which beginnings of prompts are kept")
     wide = self._widths[-1]
     if prefix.kept is None:
       prefix.kept, _ = self._call(("row",), functools.partial(self._empty, 1))
@@ -186,9 +183,7 @@ class Engine:
   def insert(self, prefix: Prefix, state: DecodeState, slot: int) -> DecodeState:
     """Puts a prompt that is read, and its first new token, into a slot."""
     if prefix.result is None:
-      raise ValueError(
-        f"{prefix.count} of the {len(prefix.prompt)} tokens of this prompt are read: read the rest first"
-      )
+      raise ValueError(f"{prefix.count} of the {len(prefix.prompt)} tokens of this prompt are read: read all first")
     token, seen_V = prefix.result.ids_B[0], self._seen(prefix.prompt)
     seen_V[token] = True
     arguments = state.kept, state.seen_BV, prefix.kept, seen_V, np.int32(slot)
@@ -248,7 +243,8 @@ class Engine:
   def _read(self, params, kept, tokens_1C, counts_1, lengths_1, *, visible: int):
     model = nnx.merge(self._graphdef, params)
     logits_1V, new = add_tokens(model, tokens_1C, counts_1, lengths_1, kept, visible)
-    return _split(kv_cache.append(kept, new, counts_1, lengths_1)), new, logits_1V
+    kept = kv_cache.append(kept, new, counts_1, lengths_1)
+    return _split(kept), _split(new), shardings.constrain(logits_1V, _LOGITS)
 
   def _restore(self, kept, chunk, count_1):
     return _split(kv_cache.append(kept, chunk, count_1, np.full(1, self._widths[-1], np.int32)))
@@ -260,7 +256,7 @@ class Engine:
   def _add(self, params, kept, tokens_B, counts_B, *, visible: int):
     model = nnx.merge(self._graphdef, params)
     logits_BV, kept = add_token(model, tokens_B, counts_B, kept, visible)
-    return _split(kept), logits_BV
+    return _split(kept), shardings.constrain(logits_BV, _LOGITS)
 
   def _seen(self, prompt: np.ndarray) -> np.ndarray:
     seen_V = np.zeros(self.vocab_size, bool)
