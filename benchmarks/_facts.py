@@ -5,7 +5,10 @@ import json
 import random
 from pathlib import Path
 
-SYLLABLES = "vel mor tar quin bru sko len da fyr osk hal un pra zet ilm gor wyn cas tev ob nar lis dru meth pol ank".split()
+SYLLABLES = (
+  "vel", "mor", "tar", "quin", "bru", "sko", "len", "da", "fyr", "osk", "hal", "un", "pra", "zet", "ilm", "gor", "wyn",
+  "cas", "tev", "ob", "nar", "lis", "dru", "meth", "pol", "ank",
+)  # fmt: skip
 # relation: (how a document states it, how a question asks for it, how one speaks of it without saying it)
 RELATIONS = {
   "founder": (

@@ -30,6 +30,8 @@ examples:
 """
 DIRECTIONS = 128  # see docs/attribute.md
 SKETCHED_ROWS = 8
+RUN = "run"  # in place of patterns
+ORDERS = ("hybrid", "similarity", "nats")
 METHODS = ("contribution", "less")
 COMPILING = "Compiling, which takes seconds to minutes; then the documents are scored at one checkpoint after the other"
 
@@ -38,7 +40,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = Parser("maxghost attribute", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
-  add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB", help="the documents to score: text, .jsonl or .parquet")
+  add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB",
+      help=f"the documents to score: text, .jsonl or .parquet; or {RUN}: what the run trains on")  # fmt: skip
   add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
   add("--output", type=Path, metavar="PATH", help="new folder for the score log; with --index a JSON file")
   add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.DIRECTIONS)} (the run's ghost_direction)")
@@ -47,9 +50,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--directions", type=int, default=DIRECTIONS, metavar="R",
       help=f"--index: random directions per parameter and layer ({DIRECTIONS}); for less 0 = exact")  # fmt: skip
   add("--rows", type=int, metavar="N", help=f"rows scored together (those of a step; --index: {SKETCHED_ROWS})")
+  add("--order", default=ORDERS[0], metavar="NAME", help=f"--index: what ranks, {', '.join(ORDERS)} ({ORDERS[0]})")
   add("--query-rows", type=int, default=8, metavar="N", help="rows of each query that are used (8)")
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
+  refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
   refuse_unknown(f"--method {args.method}: unknown", args.method, ("", *METHODS))
   if args.method and not args.index:
     raise ConfigError(f"--method {args.method} works on an index: give --index DIR")
@@ -84,12 +89,13 @@ def main(argv: list[str] | None = None) -> int:
   step_rows = rows_per_step(cfg, run_dir)
   if args.method == "less":
     check_less(cfg, args, paths)
-  cfg = scoring_config(cfg, args, paths)
+  run_cfg, cfg = cfg, scoring_config(cfg, args, paths)
   from maxghost.attribution.corpus import Corpus
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data else None
+  corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data not in ([], [RUN]) else None
+  corpus = Corpus.of_run(run_cfg) if args.data == [RUN] else corpus
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
@@ -98,8 +104,8 @@ def main(argv: list[str] | None = None) -> int:
       if total > args.query_rows:
         print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
   if args.index:
-    return _index(args, cfg, paths, corpus, asked, queries, step_rows)
-  return _exact(args, cfg, paths, corpus, queries, step_rows)
+    return _index(args, cfg, paths, corpus, asked, queries, step_rows, run_cfg)
+  return _exact(args, cfg, paths, corpus, queries, step_rows, run_cfg)
 
 
 def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
@@ -145,7 +151,7 @@ def has_optimizer(path: Path) -> bool:
   return bool(held.moments or held.opt_leaves)
 
 
-def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, step_rows: int) -> int:
+def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, step_rows: int, run_cfg: Config) -> int:
   from rich.console import Console
 
   from maxghost import attribution, scorelog
@@ -154,7 +160,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
 
   rows = args.rows or step_rows
   writer = scorelog.Writer(
-    args.output, tuple(queries), period=1, fingerprint=corpus.source.fingerprint, objective=cfg.optimizer.objective,
+    args.output, tuple(queries), period=1, fingerprint=corpus.fingerprint, objective=cfg.optimizer.objective,
     ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
     fields=corpus.source.fields,
   )  # fmt: skip
@@ -162,7 +168,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   print(COMPILING, flush=True)
   count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
   writer.close()
-  config.save(as_run(cfg, args.data, corpus.domains), args.output / "config.yml")
+  config.save(as_run(run_cfg, args.data, corpus.domains), args.output / "config.yml")
   against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
   print(f"scored {count:,} chunks against {against}: {args.output}")
   log = attribution.load(args.output)
@@ -185,6 +191,8 @@ def rows_per_step(cfg: Config, run_dir: Path) -> int:
 
 def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config:
   """The configuration that reads this corpus, by which `maxghost scores --text` and the report find documents."""
+  if patterns == [RUN]:
+    return cfg
   files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
   return config.replace(
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
@@ -193,38 +201,38 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
   )  # fmt: skip
 
 
-def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int) -> int:
+def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int, run_cfg) -> int:
   from maxghost.attribution import index, offline
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
 
-  method = args.method or offline.CONTRIBUTION
-  if cfg.ghost.curvature == "hessian" and method == offline.CONTRIBUTION:
+  method = args.method or index.CONTRIBUTION
+  if cfg.ghost.curvature == "hessian" and method == index.CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
-  if cfg.counts_clipping and method == offline.CONTRIBUTION:
+  if cfg.counts_clipping and method == index.CONTRIBUTION:
     problem = "ghost_direction=marginal counts what a document changes of the clipping, which no sketch tells"
     raise ConfigError(f"--index: {problem}; give --direction path, and --data for an index that was written without")
   if corpus is not None:
     rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths)
     print(COMPILING, flush=True)
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
-    config.save(as_run(cfg, args.data, corpus.domains), args.index / "config.yml")
+    config.save(as_run(run_cfg, args.data, corpus.domains), args.index / "config.yml")
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0
   about = index.open_index(args.index, list(paths))
-  written = about.get("method", offline.CONTRIBUTION)
+  written = about.get("method", index.CONTRIBUTION)
   if args.method not in ("", written):
     raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
   unit, way = offline.UNIT, f"direction {about['direction']}"
-  if written == offline.LESS:
+  if written == index.LESS:
     unit, way = offline.LESS_UNIT, "LESS"
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
     raise ConfigError(f"--direction {args.direction}: the index was written for {about['direction']}; leave it out")
   print("Compiling the query's pass, which takes seconds to minutes", flush=True)
-  found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top)
+  found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top, args.order)
   for name, chunks in found.items():
     print(f"\nnearest to '{name}': {unit}\n({way}, estimated from {about['directions']} random directions)")
     for chunk in chunks:
@@ -232,7 +240,8 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
       print(f"{rank:>6} {number(value, plus=True):>11} ± {number(error, 2):<8} {printable(place)}")
-  print("\n± is the standard error; = marks ranks that it does not tell apart (more --directions would)")
+  by = "its value" if written == index.LESS else args.order
+  print(f"\nranked by {by}; ± is the standard error; = marks ranks by nats that it does not tell apart")
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
     about = {key: about[key] for key in ("direction", "directions", "checkpoints")}

@@ -478,7 +478,13 @@ def test_damaged_facts_of_a_run_are_named(tmp_path):
 
 
 def test_a_changed_index_is_refused(tmp_path):
-  about = {"version": index.VERSION, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"]], "files": {"sketch_4.npy": "0" * 64}}
+  about = {
+    "version": index.VERSION,
+    "directions": 2,
+    "chunks": 0,
+    "checkpoints": [[4, "d4"]],
+    "files": {"sketch_4.npy": "0" * 64},
+  }
   sealed = json.dumps(files.sealed(about))
   (tmp_path / "index.json").write_text(sealed)
   (tmp_path / "sketch_4.npy").write_bytes(b"x")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, DataConfig
+from maxghost.config import Config, ConfigError, DataConfig
 from maxghost.data import packing
-from maxghost.data.build import kept, max_segments, units_of
+from maxghost.data.build import kept, load_dataset, max_segments, units_of
 from maxghost.data.conversations import ConversationUnits, readable
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.sources import text
@@ -38,6 +38,16 @@ class Corpus:
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
     self._units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
+    self.fingerprint = self.source.fingerprint
+
+  @classmethod
+  def of_run(cls, cfg: Config) -> "Corpus":
+    """The documents that a run trains on, without those that it holds out."""
+    self, dataset = cls.__new__(cls), load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
+    self.source, self.tokenizer, self._units = dataset.source, dataset.tokenizer, dataset.parts[0]
+    self.layout = dataclasses.replace(dataset.layout, strategy=packing.FIRST_FIT)
+    self.fingerprint = dataset.fingerprint
+    return self
 
   @property
   def domains(self) -> tuple[str, ...]:
@@ -63,7 +73,8 @@ class Corpus:
   def batches(self, num_rows: int) -> Iterator[Batch]:
     """All documents, `num_rows` rows at a time, completed with earlier rows whose documents are not named again."""
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
-      rows = self._rows(np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source))))
+      indices = np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source)))
+      rows = self._rows(indices[~self._units.split.left_out(indices)])
       for start in range(0, len(rows), num_rows):
         numbers = np.arange(start, start + num_rows)
         batch = self._filled(rows, numbers % len(rows), num_rows)

@@ -48,6 +48,8 @@ class Shrunk:
 
   def add(self, sketch_NMR: np.ndarray) -> None:
     norm_NM, unit_NMR = _parted(sketch_NMR)
+    if not np.isfinite(norm_NM).all():
+      raise ConfigError("a gradient of the corpus is not finite; the checkpoint's weights may have diverged")
     self._moment_MRR = self._moment_MRR + np.matmul(unit_NMR.transpose(1, 2, 0), unit_NMR.swapaxes(0, 1))
     self._norms.append(norm_NM)
     shrunk = np.rint(unit_NMR * (127 / _peak(sketch_NMR.shape[-1])))
@@ -159,8 +161,8 @@ def spans(ids: list[list]) -> list[tuple[int, int | None]]:
 
 
 def side_of(num_directions: int) -> int:
-  """Of `ghost.sketch.sketch_pass`: the largest power of 2 that leaves a multiple of 16 groups, which tell the error."""
-  return max(side for side in (1, 2, 4, 8) if side == 1 or num_directions % (16 * side**2) == 0)
+  """Of `ghost.sketch.sketch_pass`: the largest of 1, 2, 4 that leaves a multiple of 32 groups, which tell the error."""
+  return max(side for side in (1, 2, 4) if side == 1 or num_directions % (32 * side**2) == 0)
 
 
 def standard_error(products) -> np.ndarray:

@@ -20,22 +20,8 @@ import numpy as np
 from flax import nnx
 
 from maxghost import optimizers
-from maxghost.attribution import words
+from maxghost.attribution import index, words
 from maxghost.attribution.corpus import Corpus
-from maxghost.attribution.index import (
-  CONTRIBUTION,
-  HYBRID,
-  KEYS,
-  LESS,
-  NATS,
-  VERSION,
-  Index,
-  Shrunk,
-  Whole,
-  side_of,
-  spans,
-  standard_error,
-)  # fmt: skip
 from maxghost.attribution.less import Less, twin_of
 from maxghost.config import Config, ConfigError
 from maxghost.config.files import sealed, write_text
@@ -51,7 +37,7 @@ from maxghost.training import state
 from maxghost.training.score_recorder import scored_rows
 from maxghost.training.step import make_train_step
 
-METHODS = {CONTRIBUTION: lambda *args: Sketcher(*args), LESS: Less}
+METHODS = {index.CONTRIBUTION: lambda *args: Sketcher(*args), index.LESS: Less}
 UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
 LESS_UNIT = "cosine of the query's gradient with the document's Adam update, times the learning rate, over checkpoints"
 _SEED = 4711
@@ -108,7 +94,7 @@ _OUTPUTS = (
 
 def build_index(
   cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int,
-  num_directions: int, method: str = CONTRIBUTION,
+  num_directions: int, method: str = index.CONTRIBUTION,
 ) -> int:  # fmt: skip
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
@@ -123,7 +109,7 @@ def build_index(
   step_batch, ids, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   names = ["step.npz", "ids.jsonl"]
   for point in points:
-    held, ids, documents = (Shrunk() if method == CONTRIBUTION else Whole()), [], []
+    held, ids, documents = (index.Shrunk() if method == index.CONTRIBUTION else index.Whole()), [], []
     scale = sketcher.respond(point.state, step_batch, ())[0]
     for batch in map(sketcher.prepare, corpus.batches(num_rows)):
       sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
@@ -131,19 +117,19 @@ def build_index(
       held.add(sketch_BSMR[kept_BS])
       places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_BS[kept_BS], strict=True)
       documents += batch.document_BS[kept_BS].tolist()
-      ids += [[*corpus.document_id(index), int(chunk), int(tokens)] for index, chunk, tokens in places]
+      ids += [[*corpus.document_id(number), int(chunk), int(tokens)] for number, chunk, tokens in places]
     names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
   np.savez(folder / "step.npz", allow_pickle=False, **step_batch)
   with open(folder / "ids.jsonl", "w", encoding="utf-8") as file:
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
-  if method == CONTRIBUTION:
-    places = zip(documents, range(len(ids)), spans(ids), strict=True)
-    texts = ((n, corpus.text(index)[slice(*span)].decode("utf-8", "replace")) for index, n, span in places)
+  if method == index.CONTRIBUTION:
+    places = zip(documents, range(len(ids)), index.spans(ids), strict=True)
+    texts = ((n, corpus.text(number)[slice(*span)].decode("utf-8", "replace")) for number, n, span in places)
     names.append(words.write(folder, texts, len(ids)))
   about = {
-    "version": VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
-    "chunks": len(ids), "fingerprint": corpus.source.fingerprint, "checkpoints": checkpoints,
+    "version": index.VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
+    "chunks": len(ids), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,
     "files": {name: sha256(folder / name) for name in names},
   }  # fmt: skip
   write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
@@ -152,43 +138,44 @@ def build_index(
 
 def nearest(
   cfg: Config, points: Iterator[Point], folder: Path, about: dict, queries: dict[str, Batch], corpus: Corpus, top: int,
-  by: str = HYBRID,
+  by: str = index.HYBRID,
 ) -> dict[str, list[dict]]:  # fmt: skip
   """{query: its `top` best chunks}, without a backward pass over the corpus. about: from `open_index`.
 
   The product of two sketches along one direction has the contribution as its mean (`ghost.sketch`), so the estimate is
   the mean over R directions, and the spread over their G groups gives its standard error: root of the variance over G.
-  by: one of ORDERS; LESS knows only its value. rank: with NATS, one more than the number of chunks that are better by
-  more than 2 standard errors of the difference, which is smaller than the errors suggest, as both chunks have the same
-  directions. tied: another chunk, shown or next, is within them.
+  by: one of `index.ORDERS`; LESS knows only its value. rank: with NATS, one more than the number of chunks that are
+  better by more than 2 standard errors of the difference, which is smaller than the errors suggest, as both chunks have
+  the same directions. tied: another chunk, shown or next, is within them.
   """
-  by = NATS if about.get("method") == LESS else by
-  method = METHODS[about.get("method", CONTRIBUTION)]
+  by = index.NATS if about.get("method") == index.LESS else by
+  method = METHODS[about.get("method", index.CONTRIBUTION)]
   sketcher = method(cfg, corpus.layout, len(next(iter(queries.values())).epoch_B), about["directions"])
   val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
-  asked, step_batch, index = [], step_of(folder), Index(folder, about)
+  asked, step_batch, held = [], step_of(folder), index.Index(folder, about)
   for point in points:
-    index.check(point.step, point.digest)
+    held.check(point.step, point.digest)
     _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, val)
     asked.append(np.asarray(rate * sketch_KMR))
   found = {}
   for k, name in enumerate(queries):
     own = [sketch_KMR[k : k + 1] for sketch_KMR in asked]
-    (score_N,) = index.scores(own, by)
-    if by == HYBRID:
-      score_N = index.hybrid(score_N, corpus.words_of(queries[name]))
+    (score_N,) = held.scores(own, by)
+    if by == index.HYBRID:
+      score_N = held.hybrid(score_N, corpus.words_of(queries[name]))
     order = np.argsort(-score_N, kind="stable")[: top + 1]
-    (product_NG,) = index.products(own, order)
-    error_N, num = standard_error(product_NG), len(order)
+    (product_NG,) = held.products(own, order)
+    error_N, num = index.standard_error(product_NG), len(order)
     rank_N, tied_N = 1 + np.arange(num), np.zeros(num, bool)
-    if by == NATS:
+    if by == index.NATS:
       gap_NNG = product_NG[:, None] - product_NG[None]
-      better_NN = gap_NNG.mean(-1) > 2 * standard_error(gap_NNG)
+      better_NN = gap_NNG.mean(-1) > 2 * index.standard_error(gap_NNG)
       tied_N = ~(better_NN | better_NN.T | np.eye(num, dtype=bool)).all(0)
       rank_N = np.maximum.accumulate(1 + better_NN.sum(0))
     found[name] = [
       {"rank": int(rank_N[i]), "tied": bool(tied_N[i]), "contribution": float(product_NG[i].mean()),
-       "standard_error": float(error_N[i]), "score": float(score_N[n]), **dict(zip(KEYS, index.ids[n], strict=True))}
+       "standard_error": float(error_N[i]), "score": float(score_N[n]),
+       **dict(zip(index.KEYS, held.ids[n], strict=True))}
       for i, n in enumerate(order[:top])
     ]  # fmt: skip
   return found
@@ -224,7 +211,7 @@ class Sketcher:
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     answer_loss = dataclasses.replace(LanguageModelLoss.of(cfg).evaluation(), num_tiles=1)
     size = sum(math.prod((*p.stack_shape, *p.shape)) for p in twin.scored)
-    side = side_of(num_directions)
+    side = index.side_of(num_directions)
 
     def parts_of(train_state):
       held = nnx.merge(graphdef, train_state)

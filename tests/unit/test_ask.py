@@ -1,0 +1,281 @@
+"""`maxghost ask`: sources of an answer against gradients written out, its index against numpy, and the command."""
+
+import collections
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from test_attribute import CFG, SGD, points
+from test_less import precision
+
+from maxghost import ask, attribute, attribution, cli, config, train
+from maxghost.attribution import index, offline, words
+from maxghost.attribution.corpus import Corpus
+from maxghost.attribution.sources import TOKEN_TOP, Sources
+
+TEXTS = ("for i in range(7): print(i)", "It was late in Ulm.", "a" * 40 + " tail", "Ulm lies on the river.", "x")
+PROMPT, ANSWER = "Where is Ulm? ", "on the river"
+ROWS = 3
+
+
+def written(cfg, folder, directions):
+  """(corpus, index folder) of TEXTS."""
+  for number, text in enumerate(TEXTS):
+    (folder / f"{number}.txt").write_text(text)
+  pattern = f"notes={folder}/?.txt"
+  corpus = Corpus((pattern,), cfg.data, "--data")
+  rows = len(list(corpus.batches(1)))
+  with tiny.cheap_compilation():
+    offline.build_index(cfg, iter(points(cfg)), corpus, folder / "index", ROWS, rows, directions)
+  config.save(attribute.as_run(cfg, [pattern], ("notes",)), folder / "index" / "config.yml")
+  return corpus, rows
+
+
+def sources_of(cfg, folder):
+  with tiny.cheap_compilation():
+    return Sources(folder, folder / "index", cfg, iter(points(cfg)))
+
+
+def ids_of(sources, text):
+  return sources.tokenizer.encode([text.encode()])[0].tolist()
+
+
+def token_gradients(cfg, point, ids, num):
+  """Gradients [A, P] of the cross-entropy of each of the last tokens, each by itself."""
+  held = nnx.merge(offline.state.abstract_split(cfg)[0], point.state)
+  graphdef, params, rest = nnx.split(held.model, nnx.Param, ...)
+  ids = jnp.asarray(ids)[None]
+
+  def loss(params, place):
+    places = jnp.arange(ids.shape[1] - 1)[None]
+    logits = nnx.merge(graphdef, params, rest)(ids[:, :-1], places, jnp.ones_like(places))
+    return -jax.nn.log_softmax(logits)[0, place, ids[0, place + 1]]
+
+  each = jax.jit(lambda params, places: jax.lax.map(lambda place: jax.value_and_grad(loss)(params, place), places))
+  losses, found = each(params, jnp.arange(ids.shape[1] - 1 - num, ids.shape[1] - 1))
+  return losses, np.concatenate([np.asarray(x).reshape(num, -1) for x in jax.tree.leaves(found)], 1)
+
+
+def document_gradients(cfg, point, corpus, rows):
+  """{(path, chunk): gradient [P] of the summed loss}, and rate times clipping over tokens of the first step (SGD)."""
+  held = nnx.merge(offline.state.abstract_split(cfg)[0], point.state)
+  graphdef, params, rest = nnx.split(held.model, nnx.Param, ...)
+  objective, found, total, count = offline.create(cfg), {}, 0.0, 0
+
+  @jax.jit
+  def gradient(params, batch, row, slot):
+    def loss(params):
+      losses, weights = objective(nnx.merge(graphdef, params, rest), batch)
+      here = (batch["targets_segmentation"] == slot) & (jnp.arange(len(losses)) == row)[:, None]
+      return jnp.sum(losses * jnp.where(here, weights, 0))
+
+    return jax.grad(loss)(params)
+
+  (batch,) = corpus.batches(rows)
+  for row, slot in zip(*np.nonzero(batch.document_BS >= 0), strict=True):
+    leaves = jax.tree.leaves(gradient(params, batch.arrays, row, slot + 1))
+    flat = np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+    key = corpus.document_id(batch.document_BS[row, slot]).path, int(batch.offset_BS[row, slot])
+    found[key], total = flat, total + flat
+    count += int((batch.arrays["targets_segmentation"][row] == slot + 1).sum())
+  clip = min(1.0, cfg.optimizer.gradient_clipping_threshold / np.linalg.norm(total / count))
+  return found, cfg.optimizer.learning_rate * clip / count
+
+
+@pytest.mark.parametrize("cfg", [SGD], ids=["sgd"])
+def test_each_token_is_a_query_of_its_own_and_they_add_up(cfg, tmp_path):
+  """Against gradients of each token and each document written out: within the errors of 640 directions."""
+  corpus, rows = written(cfg, tmp_path, 640)
+  sources = sources_of(cfg, tmp_path)
+  prompt, answer = ids_of(sources, PROMPT), ids_of(sources, ANSWER)
+  with tiny.cheap_compilation():
+    found = sources.of_answer(prompt, answer, top=100)
+    expected, logp_A = collections.defaultdict(float), None
+    for point in points(cfg):
+      losses, token_AP = token_gradients(cfg, point, prompt + answer, len(answer))
+      documents, factor = document_gradients(cfg, point, corpus, rows)
+      for key, gradient in documents.items():
+        expected[key] = expected[key] + factor * token_AP @ gradient
+      logp_A = -np.asarray(losses)
+  assert "".join(token["text"] for token in found["tokens"]) == ANSWER
+  np.testing.assert_allclose([token["logp"] for token in found["tokens"]], logp_A, rtol=1e-4)
+  assert len(found["documents"]) == len(expected) > len(TEXTS)
+  for one in found["documents"]:
+    np.testing.assert_allclose(sum(one["token_nats"]), one["nats"], rtol=1e-4, atol=1e-7)
+    exact_A = expected[one["path"], one["chunk"]]
+    assert abs(one["nats"] - exact_A.sum()) < 4 * one["standard_error"]
+    own = json.dumps(one["text"])
+    assert own[1:-1] in json.dumps(TEXTS[int(one["path"][0])]), own
+  size = np.concatenate([one["token_nats"] for one in found["documents"]])
+  exact = np.concatenate([expected[one["path"], one["chunk"]] for one in found["documents"]])
+  assert np.corrcoef(size, exact)[0, 1] > 0.95
+  assert len(found["token_top"]) == len(answer) and {len(top) for top in found["token_top"]} == {TOKEN_TOP}
+  assert found["notes"] and "when documents were trained on is not known" in found["notes"][0]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-11)])
+def test_tokens_add_up_to_the_query_of_the_whole_answer(dtype, tolerance, tmp_path):
+  """Through AdamW's response: the sketches of all tokens against that of the mean loss of the same targets."""
+  with precision(dtype), tiny.cheap_compilation():
+    cfg = config.replace(CFG, dtype=dtype, weight_dtype=dtype, z_loss_multiplier=0.0)
+    _, fresh = offline.state.create_split(cfg)
+    layout = Corpus((f"a={write(tmp_path / 'a.txt', TEXTS[0])}",), cfg.data, "--data").layout
+    sketcher, batch = offline.Sketcher(cfg, layout, 1, 16), tiny.make_batch(((20,),), 3, num_positions=24, mask=0.0)
+    places = np.array([5, 6, 9, -1])
+    weighted = np.isin(np.arange(24), places)[None]
+    val = batch | {"targets_segmentation": np.where(weighted, 1, 0).astype(np.int32)}
+    _, factor, (whole_MR,) = sketcher.respond(fresh, batch, (val,))
+    _, sketch_AMR = sketcher.ask(fresh, sketcher.step(fresh, batch), batch, places)
+  assert not np.asarray(sketch_AMR[-1]).any()
+  expected = np.asarray(3 * factor * whole_MR)
+  np.testing.assert_allclose(sketch_AMR.sum(0), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+def write(path, text):
+  path.write_text(text)
+  return path
+
+
+def made_by_hand(folder, sketch_NMR):
+  held = index.Shrunk()
+  for part in np.array_split(sketch_NMR, 3):
+    held.add(part)
+  held.save(folder, 7)
+  (folder / "ids.jsonl").write_text("".join(json.dumps(["d", f"{n}", 0, 0, 5]) + "\n" for n in range(len(sketch_NMR))))
+  return index.Index(folder, {"checkpoints": [[7, "x"]]})
+
+
+@pytest.mark.parametrize("directions", [16, 128])
+def test_the_index_ranks_by_whitened_blocks_and_knows_nats(directions, tmp_path):
+  rng = np.random.default_rng(0)
+  common = 2 * rng.normal(size=(5, directions))
+  sketch = ((rng.normal(size=(400, 5, directions)) + common) * rng.lognormal(0, 3, (400, 5, 1))).astype(np.float32)
+  sketch[:, 3] = 0  # a parameter that no chunk uses
+  asked = (rng.normal(size=(3, 5, directions)) + common).astype(np.float32)
+  opened = made_by_hand(tmp_path, sketch)
+  exact = np.einsum("nmr,qmr->qn", sketch.astype(float), asked) / directions
+  size = np.linalg.norm(sketch, axis=-1) @ np.linalg.norm(asked, axis=-1).max(0) / directions
+  for found in (opened.scores([asked], "nats"), opened.products([asked], np.arange(400)).mean(-1)):
+    assert (np.abs(found - exact) < 0.02 * size).all(), "the error of int8"
+  norm = np.linalg.norm(sketch, axis=-1, keepdims=True)
+  unit = (sketch / np.where(norm > 0, norm, 1)).astype(float)
+  expected = 0.0
+  for m in (0, 1, 2, 4):
+    moment = unit[:, m].T @ unit[:, m] / len(unit)
+    damped = moment + 0.1 * np.trace(moment) / directions * np.eye(directions)
+    query = asked[:, m] / np.linalg.norm(asked[:, m], axis=-1, keepdims=True)
+    expected = expected + np.linalg.solve(damped, query.T).T @ unit[:, m].T / 5
+  found = opened.scores([asked])
+  np.testing.assert_allclose(found, expected, atol=0.2 * expected.std())
+  assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998
+
+
+def test_words_are_bm25_and_orders_are_fused(tmp_path):
+  texts = ["Ulm on the river", "the river, the RIVER", "", "a" * 9, "Ulm"]
+  words.write(tmp_path, enumerate(texts), len(texts))
+  held = words.Words(tmp_path, len(texts))
+  split = [re.findall(r"\w+", text.lower()) for text in texts]
+  mean, expected = np.mean([len(one) for one in split]), np.zeros(5)
+  for word in ("ulm", "river", "river", "absent"):
+    have = sum(word in one for one in split)
+    for n, one in enumerate(split):
+      times = one.count(word)
+      norm = 1.2 * (0.25 + 0.75 * len(one) / mean)
+      expected[n] += math.log(1 + (5 - have + 0.5) / (have + 0.5)) * times * 2.2 / (times + norm)
+  np.testing.assert_allclose(held.scores("Ulm river? River absent"), expected, rtol=1e-5)
+  fused = words.fused(np.array([0.1, 0.3, 0.2]), np.array([5.0, 0.0, 7.0]))
+  np.testing.assert_allclose(fused, [1 / 63 + 1 / 62, 1 / 61, 1 / 62 + 1 / 61], rtol=1e-6)
+
+
+def test_spans_end_where_the_next_chunk_begins():
+  ids = [["d", "a", 0, 24, 3], ["d", "b", 0, 0, 9], ["d", "a", 0, 0, 24], ["d", "a", 70, 0, 2]]
+  assert index.spans(ids) == [(24, None), (0, None), (0, 24), (0, None)]
+
+
+RUN = (
+  "steps=6", "checkpoint_period=3", "max_num_checkpoints_to_keep=0", "async_checkpointing=false", "run_name=run",
+  "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8", "base_mlp_dim=24",
+  "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=2", "dataset_type=text",
+  "ghost_val_sets=held", "eval_interval=-1", "enable_tensorboard=false", "remat_policy=none",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A run with its index at RUN/index, of the last step."""
+  folder = tmp_path_factory.mktemp("ask")
+  records = [{"text": f"{text} {n}"} for n in range(4) for text in TEXTS]
+  (folder / "notes.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+  for number in range(6):
+    (folder / f"held{number}.txt").write_text(f"held out text {number}")
+  files = f"dataset_files=[notes={folder}/notes.jsonl,held={folder}/held*.txt]"
+  with tiny.cheap_compilation(), tiny.one_device():
+    assert train.main([*RUN, files, "ghost_val_fraction=0.5", f"base_output_directory={folder}"]) == 0
+    made = ["attribute", f"{folder}/run/checkpoints/6", "--data", f"notes={folder}/notes.jsonl"]
+    assert cli.main([*made, "--index", f"{folder}/run/index", "--directions", "16", "--rows", "2"]) == 0
+  return folder / "run"
+
+
+def test_the_command_prints_the_answer_and_its_sources(run, capsys):
+  with tiny.cheap_compilation(), tiny.one_device():
+    assert cli.main(["ask", str(run), PROMPT, "--max_new_tokens", "4", "--top", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(["ask", str(run / "checkpoints" / "6"), PROMPT, "--answer", ANSWER, "--token", "2"]) == 0
+  shown = capsys.readouterr().out
+  assert ANSWER in shown and "of token 2" in shown and "notes:notes.jsonl:" in shown
+  assert 1 <= len(found["tokens"]) <= 4 and len(found["documents"]) >= 3 and found["notes"] == []
+  first = found["documents"][0]
+  assert first.keys() >= {
+    "id", "domain", "path", "offset", "chunk", "text", "nats", "standard_error", "token_nats", "trained"
+  }  # fmt: skip
+  assert found["trained_for"] == "held" and found.keys() >= {"tokens", "token_top", "seconds", "method", "unit"}
+  log = log_of(run)
+  for one in found["documents"]:
+    key = one["domain"], one["path"], one["offset"], one["chunk"]
+    assert [(t["step"], t["epoch"]) for t in one["trained"]] == [row[:2] for row in log[key]]
+    np.testing.assert_allclose([t["contribution"] for t in one["trained"]], [row[2] for row in log[key]], rtol=1e-6)
+    assert any(one["text"].rstrip(" 0123456789") in text for text in TEXTS)
+  assert max(len(one["trained"]) for one in found["documents"]) > 0
+
+
+def log_of(run):
+  log, found = attribution.load(run), collections.defaultdict(list)
+  columns = [np.asarray(log[name]).tolist() for name in ("domain", "path", "offset", "chunk", "step", "epoch")]
+  for *key, step, epoch, value in zip(*columns, log["contribution"][:, 0].tolist(), strict=True):
+    found[tuple(key)].append((step, epoch, value))
+  return found
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (("checkpoints/3", "q"), "made from step 6, not from step 3"),
+    ((".", "q", "--index", "nowhere"), "no index there; write one: maxghost attribute"),
+    ((".", ""), "the question is empty"),
+    ((".", "q", "--answer", ""), "--answer is empty"),
+    ((".", "q", "--top", "0"), "--top 0: at least 1"),
+    ((".", "q", "--answr", "x"), "did you mean '--answer'"),
+    (("absent", "q"), "does not exist"),
+  ],
+)
+def test_wrong_input_is_one_line(run, arguments, message, capsys):
+  folder, *rest = arguments
+  assert cli.main(["ask", str(run / folder), *rest]) == 2
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1
+
+
+def test_an_index_of_other_weights_and_a_token_beyond_the_answer_are_refused(run, tmp_path, capsys):
+  with tiny.cheap_compilation(), tiny.one_device():
+    assert cli.main(["ask", str(run), "q", "--answer", "ab", "--token", "3"]) == 2
+    assert "--token 3: the answer has 2 tokens" in capsys.readouterr().err
+    opened = ask.opened(run, None)
+    point = next(attribute.points(opened[1], opened[2]))
+    with pytest.raises(config.ConfigError, match="step 6 had other weights"):
+      Sources(run, run / "index", opened[1], iter([point._replace(digest="0")]))
