@@ -58,6 +58,8 @@ class EchoJob:
 class EchoBatcher:
   """pause: seconds of a token. slots: most jobs at once; more are refused."""
 
+  failure = ""
+
   def __init__(self, pause=0.0, slots=8):
     self.pause, self.slots, self.counters, self.jobs, self._lock = pause, slots, Counters(), [], threading.Lock()
 

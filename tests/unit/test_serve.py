@@ -343,12 +343,15 @@ def ask_full(port):
   return call(port, "/v1/sources", {"prompt": "a", "answer": "b"})[0] == 429
 
 
-def test_a_failure_of_the_server_is_told_in_words(caplog):
+def test_a_failure_of_the_server_is_told_in_words():
   broken = served(EchoBatcher(), sources=lambda *_: 1 / 0)
   with serving(broken) as port:
     status, answer = call(port, "/v1/sources", {"prompt": "a", "answer": "b"})
     assert (status, answer["error"]["type"]) == (500, "server_error") and "Zero" not in json.dumps(answer)
     assert call(port, "/health")[0] == 200
+    broken.batcher.failure = "the server has failed: it broke"
+    status, answer = call(port, "/health")
+    assert (status, answer["error"]["message"]) == (503, "the server has failed: it broke")
 
 
 def test_the_page_loads_nothing_from_elsewhere(port):

@@ -144,7 +144,7 @@ class Counters:
 
 class Batcher:
   """Runs requests on an Engine, in a thread of its own. params: of `load_params`. stop_ids: tokens that end a text.
-  queue_limit: most requests that wait for a slot.
+  queue_limit: most requests that wait for a slot. failure: why the thread has ended, if it has failed.
 
   A prompt is read a chunk at a time, with a decode step of the others between, in the order of arrival. An error of one
   request ends it; an error of the thread ends all, and later ones are refused with its message.
@@ -155,7 +155,7 @@ class Batcher:
   ):  # fmt: skip
     self._engine, self._params, self._tokenizer = engine, params, tokenizer
     self._stop_ids, self._queue_limit = frozenset(stop_ids), queue_limit
-    self._counters, self._failure = Counters(), ""
+    self._counters, self.failure = Counters(), ""
     self._changed, self._closing, self._aborted = threading.Condition(), False, False
     self._waiting: collections.deque[Job] = collections.deque()
     self._reading: Job | None = None
@@ -186,8 +186,8 @@ class Batcher:
       raise ValueError(f"logprobs={request.logprobs}: 0 to {TOP}")
     job = Job(request, prefix, Row(self._tokenizer, () if request.ignore_stop_ids else self._stop_ids, request.stop))
     with self._changed:
-      if self._closing or self._failure:
-        raise Closed(self._failure or "no more requests are taken: the server is stopping")
+      if self._closing or self.failure:
+        raise Closed(self.failure or "no more requests are taken: the server is stopping")
       if len(self._waiting) >= self._queue_limit:
         raise QueueFull(
           f"{len(self._waiting)} requests wait already (queue_limit={self._queue_limit}); try again later"
@@ -213,7 +213,7 @@ class Batcher:
     except Exception as error:  # told to every request, now and later
       failure = f"the server has failed: {type(error).__name__}: {error}"
       with self._changed:
-        self._failure = failure
+        self.failure = failure
         jobs = [*self._running.values(), *([self._reading] if self._reading else ()), *self._waiting]
         self._waiting.clear()
         self._running, self._reading = {}, None

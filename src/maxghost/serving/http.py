@@ -55,7 +55,8 @@ class Server:
     gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._models, "/metrics": self._metrics}
     routes = [self._route(path, answer, "POST") for path, answer in posts.items()]
     routes += [self._route(path, answer) for path, answer in gets.items()]
-    routes += [self._route(path, self._file, is_open=True) for path in ("/health", *_FILES)]
+    opened = {"/health": self._health} | dict.fromkeys(_FILES, self._file)
+    routes += [self._route(path, answer, is_open=True) for path, answer in opened.items()]
     handlers: dict[Any, Any] = {HTTPException: self._no_route, Exception: self._failed}
     self._paths, self.app = [one.path for one in routes], Starlette(routes=routes, exception_handlers=handlers)
 
@@ -97,8 +98,12 @@ class Server:
     return _refusal(Refused("the server failed at this request; its log says how", status=500))
 
   async def _file(self, request: HTTPRequest) -> Response:
-    name = _FILES.get(request.url.path)
-    return FileResponse(_PAGE / name, headers=_HEADERS) if name else JSONResponse({"status": "ok"})
+    return FileResponse(_PAGE / _FILES[request.url.path], headers=_HEADERS)
+
+  async def _health(self, request: HTTPRequest) -> Response:
+    if failure := self._served.batcher.failure:
+      raise Refused(failure, code="unavailable", status=503)
+    return JSONResponse({"status": "ok"})
 
   async def _models(self, request: HTTPRequest) -> Response:
     served, name = self._served, request.path_params.get("name")
