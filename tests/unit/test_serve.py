@@ -156,6 +156,7 @@ WRONG = [
   (COMPLETIONS, {"prompt": "a" * 400}, "401 tokens of the prompt and 1 of the answer are more than the 400 positions"),
   (COMPLETIONS, {"prompt": "a", "max_tokens": 399}, "more than the 400 positions of the cache"),
   (COMPLETIONS, {"prompt": ""} | {"x" * 99: 1}, "there are temperature"),
+  (COMPLETIONS, {"prompt": ["a"] * 200, "n": 6}, "200 prompts, n=6: at most 1024 texts"),
   (COMPLETIONS, b"{", "is no JSON"),
   (COMPLETIONS, b"[]", "no JSON object"),
   (COMPLETIONS, b"[" * 100_000, "is no JSON"),

@@ -43,6 +43,7 @@ class Served:
   chats: bool = False
 
 
+MOST_TEXTS = 1024  # of one request
 # name: (kind, value where none is given, least, most)
 _SAMPLING = {
   "temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
@@ -128,6 +129,8 @@ def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
     name = "prompt" if "prompt" in values else "messages"
     raise Refused(f"{name} is missing", name, "missing_required_parameter")
   several = isinstance(given, list) and given and type(given[0]) is not int
+  if several and len(given) * values.get("n", 1) > MOST_TEXTS:
+    raise Refused(f"{len(given)} prompts, n={values.get('n', 1)}: at most {MOST_TEXTS} texts in all", "prompt")
   return [ids_of(one, "prompt", served) for one in (given if several else [given])]
 
 
