@@ -18,6 +18,7 @@ from _digits import spearman
 from flax import nnx
 
 from maxghost import config
+from maxghost.attribution.words import fused
 from maxghost.data.sources import stdlib, synthetic, text
 from maxghost.data.sources.files import expand
 from maxghost.ghost import GhostEngine
@@ -204,7 +205,8 @@ def retrieval(corpus: Corpus, models: list) -> dict:
   methods = {
     "dot": dot_KN, "dot, centred": dot_KN - dot_KN.mean(0), "cosine": cosine_KN,
     "cosine, centred": cosine_KN - cosine_KN.mean(0),
-    "BM25 over byte 3-grams": bm25(passages, corpus.val),
+    "BM25 over byte 3-grams": (lexical := bm25(passages, corpus.val)),
+    "cosine, centred, fused with BM25": np.stack([*map(fused, cosine_KN - cosine_KN.mean(0), lexical)]),
     "loss (low first)": np.tile(-loss_N, (len(corpus.pool), 1)),
     "gradient norm": np.tile(norm_N, (len(corpus.pool), 1)),
     "random": np.random.default_rng(0).random((len(corpus.pool), len(passages))),

@@ -39,6 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
+  parser.set_defaults(cache=0)  # of `generate.cache_size`: as needed
   args = parser.parse(argv)
   for name in ("top", "token", "max_new_tokens"):
     if (value := getattr(args, name)) is not None and value < 1:
@@ -114,7 +115,7 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   if args.answer is not None:
     return prompt_ids, tokenizer.encode([args.answer.encode()])[0].tolist()
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
-  size, sampling = len(prompt_ids) + args.max_new_tokens, Sampling(args.temperature)
+  size, sampling = generate.cache_size(args, cfg, len(prompt_ids)), Sampling(args.temperature)
   generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))
   return prompt_ids, generator.generate(state, [prompt_ids], args.max_new_tokens, seed=args.seed).row(0).tolist()
 
@@ -143,7 +144,7 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
     most = sorted(range(len(tokens)), key=lambda i, one=one: -one["token_nats"][i])[:3]
     helped = " ".join(repr(tokens[i]["text"]) for i in most if one["token_nats"][i] > 0)
     excerpt = Text(printable(one["id"])).append(f"\n{snippet(printable(one['text']), _EXCERPT)}", "dim")
-    table.add_row(number(nats, plus=True), error, printable(helped), f"{len(one['trained'])}×", excerpt)
+    table.add_row(number(nats, plus=True), error, Text(printable(helped)), f"{len(one['trained'])}×", excerpt)
   console.print(table)
   of = f"token {args.token}" if args.token else "the answer"
   about = f"{found['unit']}, here of {of}; {found['method']}; ± is the standard error; {found['seconds']:.2f} s"

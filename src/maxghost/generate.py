@@ -95,9 +95,9 @@ def main(argv: list[str] | None = None) -> int:
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
   prompts, stop_ids = encoded(texts, args.chat, cfg, tokenizer, place)
-  cache_size = _cache_size(args, cfg, max(map(len, prompts)))
+  num_slots = cache_size(args, cfg, max(map(len, prompts)))
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter)
-  generator = Generator(graphdef, cache_size, sampling=sampling, stop_ids=sorted(stop_ids))
+  generator = Generator(graphdef, num_slots, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
   asked = [f"{text}\n" for text in texts] if args.chat else texts
   _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
@@ -138,7 +138,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
   return texts
 
 
-def _cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
+def cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
   needed = longest + args.max_new_tokens
   if args.cache and args.cache < needed:
     raise ConfigError(f"--cache {args.cache}: the longest prompt and --max_new_tokens need {needed}")

@@ -208,7 +208,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  """A run with its index at RUN/index, of the last step."""
+  """A run with an index of what it trains on at RUN/index, of the last step."""
   folder = tmp_path_factory.mktemp("ask")
   records = [{"text": f"{text} {n}"} for n in range(4) for text in TEXTS]
   (folder / "notes.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
@@ -217,7 +217,7 @@ def run(tmp_path_factory):
   files = f"dataset_files=[notes={folder}/notes.jsonl,held={folder}/held*.txt]"
   with tiny.cheap_compilation(), tiny.one_device():
     assert train.main([*RUN, files, "ghost_val_fraction=0.5", f"base_output_directory={folder}"]) == 0
-    made = ["attribute", f"{folder}/run/checkpoints/6", "--data", f"notes={folder}/notes.jsonl"]
+    made = ["attribute", f"{folder}/run/checkpoints/6", "--data", "run"]
     assert cli.main([*made, "--index", f"{folder}/run/index", "--directions", "16", "--rows", "2"]) == 0
   return folder / "run"
 
@@ -240,8 +240,12 @@ def test_the_command_prints_the_answer_and_its_sources(run, capsys):
     key = one["domain"], one["path"], one["offset"], one["chunk"]
     assert [(t["step"], t["epoch"]) for t in one["trained"]] == [row[:2] for row in log[key]]
     np.testing.assert_allclose([t["contribution"] for t in one["trained"]], [row[2] for row in log[key]], rtol=1e-6)
-    assert any(one["text"].rstrip(" 0123456789") in text for text in TEXTS)
+    assert one["domain"] == "held" or any(one["text"].rstrip(" 0123456789") in text for text in TEXTS)
   assert max(len(one["trained"]) for one in found["documents"]) > 0
+  lines = (run / "index" / "ids.jsonl").read_text().splitlines()
+  documents = {tuple(json.loads(line)[:3]) for line in lines}
+  assert collections.Counter(domain for domain, *_ in documents)["notes"] == 4 * len(TEXTS)
+  assert 0 < sum(domain == "held" for domain, *_ in documents) < 6, "without what the run holds out"
 
 
 def log_of(run):

@@ -61,13 +61,13 @@ class Sources:
   def of_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], top: int = 10) -> dict[str, Any]:
     """The sources of an answer (docs/asking.md lists the keys); the query is its loss, summed over its tokens.
 
-    nats of a document are the sum of its token_nats. Raises ValueError for an empty prompt or answer, or a long one.
+    nats of a document are the sum of its token_nats. Raises ConfigError for an empty prompt or answer, or a long one.
     """
     begin, num = time.perf_counter(), len(answer_ids)
     if not len(prompt_ids) or not num:
-      raise ValueError("a question and its answer need at least one token each")
+      raise ConfigError("a question and its answer need at least one token each")
     if 0 < (most := self.cfg.model.trainable_position_size) < len(prompt_ids) + num - 1:
-      raise ValueError(f"question and answer have {len(prompt_ids) + num} tokens: the model has {most} positions")
+      raise ConfigError(f"question and answer have {len(prompt_ids) + num} tokens: the model has {most} positions")
     ids_T = np.array([*prompt_ids, *answer_ids], np.int32)
     logp_A, tokens = self._asked(ids_T, num)
     asked = [np.concatenate([token_AMR.sum(0, keepdims=True), token_AMR]) for token_AMR in tokens]
