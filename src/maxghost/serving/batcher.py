@@ -89,29 +89,18 @@ class Job:
   def __init__(self, request: Request, prefix: Prefix, row: Row):
     self.request, self.prefix, self.prompt_tokens, self.cancelled = request, prefix, len(request.prompt), False
     self._row, self._ids, self._over = row, [], False
-    self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
 
   def __iter__(self) -> Iterator[Piece]:
     """Blocks until the next piece."""
     while not self._over:
-      yield self.get()
-
-  def get(self, timeout: float | None = None) -> Piece:
-    """The next piece. Raises TimeoutError."""
-    try:
-      piece = self._pieces.get(timeout=timeout)
-    except queue.Empty:
-      raise TimeoutError(f"no new token within {timeout} s") from None
-    self._over = bool(piece.finish)
-    return piece
+      piece = self.pieces.get()
+      self._over = bool(piece.finish)
+      yield piece
 
   def cancel(self) -> None:
     """Ends it with finish "cancelled" and frees its slot, within a decode step; nothing if it has ended."""
     self.cancelled = True
-
-  def put(self, piece: Piece) -> None:
-    """For the Batcher."""
-    self._pieces.put(piece)
 
   def take(self, result: Result, row: int, stop_ids: Collection[int]) -> Piece:
     """For the Batcher: the piece of a new token."""
@@ -150,9 +139,7 @@ class Batcher:
   request ends it; an error of the thread ends all, and later ones are refused with its message.
   """
 
-  def __init__(
-    self, engine: Engine, params, tokenizer, *, stop_ids: Sequence[int] = (), queue_limit: int = 256
-  ):  # fmt: skip
+  def __init__(self, engine: Engine, params, tokenizer, *, stop_ids: Sequence[int] = (), queue_limit: int = 256):
     self._engine, self._params, self._tokenizer = engine, params, tokenizer
     self._stop_ids, self._queue_limit = frozenset(stop_ids), queue_limit
     self._counters, self.failure = Counters(), ""
@@ -178,10 +165,10 @@ class Batcher:
     """Queues a request. Raises QueueFull, Closed, and ValueError for what cannot be served (an empty prompt, one longer
     than the cache, an id outside the vocabulary, logprobs above TOP): a line for the client, with the limit."""
     prefix = self._engine.open(request.prompt, request.sampling, seed=request.seed, top=request.logprobs)
-    size, room = self._engine.cache_size, self._engine.cache_size - len(request.prompt)
-    if not 1 <= request.max_tokens <= room:
-      most = f"1 to {room}: the prompt has {len(request.prompt)} tokens, and cache_size={size} is for both"
-      raise ValueError(f"max_tokens={request.max_tokens}: {most}")
+    num, size = len(request.prompt), self._engine.cache_size
+    if not 1 <= request.max_tokens <= size - num:
+      why = f"the prompt has {num} tokens, and cache_size={size} is for both"
+      raise ValueError(f"max_tokens={request.max_tokens}: 1 to {size - num}: {why}")
     if not 0 <= request.logprobs <= TOP:
       raise ValueError(f"logprobs={request.logprobs}: 0 to {TOP}")
     job = Job(request, prefix, Row(self._tokenizer, () if request.ignore_stop_ids else self._stop_ids, request.stop))
@@ -211,14 +198,12 @@ class Batcher:
     try:
       self._serve()
     except Exception as error:  # told to every request, now and later
-      failure = f"the server has failed: {type(error).__name__}: {error}"
       with self._changed:
-        self.failure = failure
+        self.failure = f"the server has failed: {type(error).__name__}: {error}"
         jobs = [*self._running.values(), *([self._reading] if self._reading else ()), *self._waiting]
-        self._waiting.clear()
-        self._running, self._reading = {}, None
+        self._waiting, self._running, self._reading = collections.deque(), {}, None
       for job in jobs:
-        self._give(job, Piece("", finish="error", error=failure))
+        self._give(job, Piece("", finish="error", error=self.failure))
 
   def _serve(self) -> None:
     state = None
@@ -243,7 +228,7 @@ class Batcher:
     if self._reading is None:
       return state
     job, begin, piece = self._reading, time.perf_counter(), None
-    prefix = job.prefix
+    prefix, counters = job.prefix, self._counters
     try:
       if job.cancelled or self._aborted:
         piece = Piece("", finish="cancelled")
@@ -251,13 +236,13 @@ class Batcher:
         piece = job.take(result, 0, self._stop_ids)
     except Exception as error:  # of this request alone
       piece = _failed(error)
-    self._counters.prefill_seconds += time.perf_counter() - begin
+    counters.prefill_seconds += time.perf_counter() - begin
     if piece is None:
       return state
     if piece.ids:
-      self._counters.prompt_tokens += len(prefix.prompt)
-      self._counters.prefix_tokens += prefix.reused
-      self._counters.prefix_hits += prefix.reused > 0
+      counters.prompt_tokens += len(prefix.prompt)
+      counters.prefix_tokens += prefix.reused
+      counters.prefix_hits += prefix.reused > 0
     if not piece.finish:
       slot = next(slot for slot in range(self._engine.slots) if slot not in self._running)
       state = self._engine.insert(prefix, state, slot)
@@ -293,7 +278,7 @@ class Batcher:
     self._counters.done += piece.finish in ("stop", "length")
     self._counters.cancelled += piece.finish == "cancelled"
     self._counters.failed += piece.finish == "error"
-    job.put(piece)
+    job.pieces.put(piece)
 
 
 def _failed(error: Exception) -> Piece:

@@ -8,7 +8,7 @@ the cache as the longest request needs, rounded up to a power of two. What reque
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,7 @@ _LOGITS = ("activation_batch", "activation_vocab")
 Rows = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
   """New tokens on the host. ids_B int32; logps_B, their log-probabilities by the model, without temperature, penalty
   and cuts, float32; the likeliest N tokens with theirs, likeliest first: they mean nothing unless a request asks."""
 
@@ -71,7 +70,7 @@ class Engine:
   request, prompt and answer. prefill_chunk: tokens of a prompt that one call reads. prefix_bytes: most memory of the
   beginnings of prompts that are kept; 0 = none. layout: as the trainer's; None = one device.
 
-  `open` and `check` may be called from any thread, the others from one. A state that was given to `insert`, `generate`
+  `open` may be called from any thread, the others from one. A state that was given to `insert`, `generate`
   or `free` is used up: go on with the one returned.
   """
 
@@ -87,9 +86,8 @@ class Engine:
     chunk = min(prefill_chunk, cache_size)
     self._widths = sorted({max(chunk // _NARROW, 1), chunk})
     self._visible = sorted({cache_size, *(_VISIBLE << i for i in range(32) if _VISIBLE << i < cache_size)})
-    self._prefixes = Prefixes(prefix_bytes)
+    self._prefixes, self._row_shapes = Prefixes(prefix_bytes), None
     self._compiled: dict[tuple, Callable] = {}
-    self._row_shapes: Any = None
 
   def load_params(self, state: nnx.State) -> nnx.State:
     """The state on the devices as the layout places it: what the other calls take as `params`. Raises ConfigError."""
@@ -102,7 +100,7 @@ class Engine:
     read = lambda state: read_prompts(nnx.merge(self._graphdef, state), one, one[0], self.cache_size)  # noqa: E731
     logits, self._row_shapes = jax.eval_shape(read, state)
     self.vocab_size = logits.shape[-1]
-    self._prefixes.clear()
+    self._prefixes = Prefixes(self._prefixes.limit)
     return self._loaded
 
   def init_decode_state(self) -> DecodeState:
@@ -120,7 +118,7 @@ class Engine:
         state = self.insert(prefix, state, 0)
     for visible in self._visible:
       state, _ = self._decode(params, state, visible)
-    self._prefixes.clear()
+    self._prefixes = Prefixes(self._prefixes.limit)
 
   def prefill(self, params: nnx.State, prompt: Sequence[int], sampling: Sampling | None = None, **options) -> Prefix:
     """Reads a whole prompt; arguments as of `open`."""
@@ -129,28 +127,22 @@ class Engine:
       pass
     return prefix
 
-  def check(self, prompt: Sequence[int]) -> np.ndarray:
-    """The prompt as int32. Raises ValueError for one that is empty, as long as the cache, or has a wrong id."""
-    ids = np.asarray(prompt)
+  def open(self, prompt: Sequence[int], sampling: Sampling | None = None, *, seed: int = 0, top: int = 0) -> Prefix:
+    """A prompt to `read`. seed: of the draws, which do not depend on other requests. top: above 0, results have the
+    likeliest tokens. Raises ValueError for a prompt that is empty, as long as the cache, or has a wrong id."""
+    ids, rows, most = np.asarray(prompt), _free_rows(1), self.cache_size - 1
     if not ids.size:
       raise ValueError("the prompt has no token")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
       raise ValueError("the prompt is no list of token ids")
-    if len(ids) >= self.cache_size:
-      most = self.cache_size - 1
+    if len(ids) > most:
       raise ValueError(f"a prompt of {len(ids)} tokens: cache_size={self.cache_size} leaves room for {most} at most")
     if len(wrong := ids[(ids < 0) | (ids >= self.vocab_size)]):
       raise ValueError(f"token id {wrong[0]}: the vocabulary of the model has the ids 0 to {self.vocab_size - 1}")
-    return ids.astype(np.int32)
-
-  def open(self, prompt: Sequence[int], sampling: Sampling | None = None, *, seed: int = 0, top: int = 0) -> Prefix:
-    """A prompt to `read`. seed: of the draws, which do not depend on other requests. top: above 0, results have the
-    likeliest tokens. Raises ValueError as `check`."""
-    ids, rows = self.check(prompt), _free_rows(1)
     for name, value in dataclasses.asdict(sampling or Sampling()).items():
       rows[name][0] = min(value, self.vocab_size) if name == "top_k" else value
     rows["top"][0], rows["key"][0] = top, (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
-    return Prefix(ids, rows)
+    return Prefix(ids.astype(np.int32), rows)
 
   def read(self, params: nnx.State, prefix: Prefix) -> Result | None:
     """Reads the next chunk; the last one gives the first new token. The first call takes what is kept of such a
@@ -161,8 +153,8 @@ class Engine:
     if prefix.kept is None:
       prefix.kept, _ = self._call(("row",), functools.partial(self._empty, 1))
       for chunk in self._prefixes.find(prefix.prompt, wide):
-        arguments = prefix.kept, chunk, np.full(1, prefix.count, np.int32)
-        prefix.kept = self._call(("restore",), self._restore, *arguments, donate=(0,))
+        arguments = prefix.kept, chunk, np.full(1, prefix.count, np.int32), np.full(1, wide, np.int32)
+        prefix.kept = self._call(("append",), _append, *arguments, donate=(0,))
         prefix.count = prefix.reused = prefix.count + wide
     new = prefix.prompt[prefix.count : prefix.count + wide]
     width = next(width for width in self._widths if width >= len(new))
@@ -221,8 +213,7 @@ class Engine:
   def _draw(self, logits_BV, seen_BV, rows: Rows) -> tuple[Result, Any]:
     """The new tokens, and seen_BV with them."""
     seen_BV, drawn = self._call(("draw", len(seen_BV)), _draw, logits_BV, seen_BV, rows, donate=(1,))
-    token_B, logp_B, (top_ids_BN, top_BN) = jax.device_get(drawn)
-    return Result(token_B, logp_B, top_ids_BN, top_BN), seen_BV
+    return Result(*jax.device_get(drawn)), seen_BV
 
   def _call(self, name: tuple, function: Callable, *arguments, donate: tuple[int, ...] = ()) -> Any:
     """Compiles ahead of the first call of this name, and never again."""
@@ -234,20 +225,14 @@ class Engine:
   # What is compiled.
 
   def _empty(self, num_rows: int):
-    def zeros(x):
-      return jnp.zeros((*x.shape[:-4], num_rows, *x.shape[-3:]), x.dtype)
-
-    kept = jax.tree.map(zeros, self._row_shapes)
-    return _split(kept), shardings.constrain(jnp.zeros((num_rows, self.vocab_size), bool), ("activation_batch", None))
+    zeros = lambda x: jnp.zeros((*x.shape[:-4], num_rows, *x.shape[-3:]), x.dtype)  # noqa: E731
+    kept, seen_BV = jax.tree.map(zeros, self._row_shapes), jnp.zeros((num_rows, self.vocab_size), bool)
+    return _split(kept), shardings.constrain(seen_BV, ("activation_batch", None))
 
   def _read(self, params, kept, tokens_1C, counts_1, lengths_1, *, visible: int):
     model = nnx.merge(self._graphdef, params)
     logits_1V, new = add_tokens(model, tokens_1C, counts_1, lengths_1, kept, visible)
-    kept = kv_cache.append(kept, new, counts_1, lengths_1)
-    return _split(kept), _split(new), shardings.constrain(logits_1V, _LOGITS)
-
-  def _restore(self, kept, chunk, count_1):
-    return _split(kv_cache.append(kept, chunk, count_1, np.full(1, self._widths[-1], np.int32)))
+    return _append(kept, new, counts_1, lengths_1), _split(new), shardings.constrain(logits_1V, _LOGITS)
 
   def _insert(self, kept, seen_BV, row, seen_V, slot):
     put = lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, slot, all.ndim - 4)  # noqa: E731
@@ -262,6 +247,10 @@ class Engine:
     seen_V = np.zeros(self.vocab_size, bool)
     seen_V[prompt] = True
     return seen_V
+
+
+def _append(kept, new, counts_1, lengths_1):
+  return _split(kv_cache.append(kept, new, counts_1, lengths_1))
 
 
 def _split(kept):

@@ -124,15 +124,13 @@ class Generator:
   def _read_prompts(self, state, tokens_BT, lengths_B, keys_B, num_new: int) -> dict[str, Any]:
     model = nnx.merge(self._graphdef, state)
     logits_BV, kept = read_prompts(model, tokens_BT, lengths_B, self._cache_size)
-    batch, rows_B = len(lengths_B), jnp.arange(len(lengths_B))
-    seen_BV = None
+    batch, seen_BV = len(lengths_B), None
     if self._sampling.repetition_penalty != 1.0:
-      places_BT = jnp.minimum(jnp.arange(tokens_BT.shape[1])[None], lengths_B[:, None] - 1)
-      tokens_BT = jnp.take_along_axis(tokens_BT, places_BT, axis=1)  # without padding
-      seen_BV = jnp.zeros(logits_BV.shape, bool).at[rows_B[:, None], tokens_BT].set(True)
+      real_BT = jnp.where(jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None], tokens_BT, logits_BV.shape[1])
+      seen_BV = jnp.zeros_like(logits_BV, bool).at[jnp.arange(batch)[:, None], real_BT].set(True, mode="drop")
     token_B, logp_B = choose(logits_BV, _at(keys_B, 0), self._sampling, seen_BV)
     return {
-      "seen_BV": None if seen_BV is None else seen_BV.at[rows_B, token_B].set(True),
+      "seen_BV": _with(seen_BV, token_B),
       "kept": kept,
       "keys_B": keys_B,
       "length_B": lengths_B,  # tokens in the cache
@@ -157,8 +155,7 @@ class Generator:
     token_B, logp_B = jnp.where(running_B, token_B, 0), jnp.where(running_B, logp_B, 0)
     put = lambda all_BN, new_B: jax.lax.dynamic_update_index_in_dim(all_BN, new_B, loop["num_B"], 1)  # noqa: E731
     return loop | {
-      "seen_BV": None if seen_BV is None else seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
-      "kept": kept, "length_B": loop["length_B"] + running_B, "token_B": token_B,
+      "seen_BV": _with(seen_BV, token_B), "kept": kept, "length_B": loop["length_B"] + running_B, "token_B": token_B,
       "ids_BN": put(loop["ids_BN"], token_B), "logps_BN": put(loop["logps_BN"], logp_B),
       "counts_B": loop["counts_B"] + running_B, "done_B": loop["done_B"] | jnp.isin(token_B, self._stop_ids),
       "num_B": loop["num_B"] + 1,
@@ -195,6 +192,10 @@ def add_tokens(model, tokens_BT, counts_B, lengths_B, kept, visible: int | None 
 def _last(hidden: Hidden, lengths_B) -> Hidden:
   """Of each row's last token."""
   return Hidden(jnp.take_along_axis(hidden.x_BTD, (lengths_B - 1)[:, None, None], axis=1))
+
+
+def _with(seen_BV, token_B):
+  return None if seen_BV is None else seen_BV.at[jnp.arange(len(token_B)), token_B].set(True)
 
 
 def _progress(loop: dict[str, Any]) -> Progress:

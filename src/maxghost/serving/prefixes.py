@@ -12,7 +12,7 @@ class Prefixes:
   """Chunks of read prompts, each by all tokens up to its end. limit: of bytes; the least recently used leave first."""
 
   def __init__(self, limit: int):
-    self._limit, self.bytes = limit, 0
+    self.limit, self.bytes = limit, 0
     self._chunks: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
 
   def find(self, prompt: np.ndarray, size: int) -> Sequence[Any]:
@@ -29,16 +29,12 @@ class Prefixes:
   def add(self, prompt: np.ndarray, chunk: Any) -> None:
     """Keeps the arrays of a chunk, which ends where `prompt` does."""
     size, key = _bytes(chunk), prompt.tobytes()
-    if size > self._limit or key in self._chunks:
+    if size > self.limit or key in self._chunks:
       return
-    while self.bytes + size > self._limit:
+    while self.bytes + size > self.limit:
       self.bytes -= _bytes(self._chunks.popitem(last=False)[1])
     self._chunks[key] = chunk
     self.bytes += size
-
-  def clear(self) -> None:
-    self._chunks.clear()
-    self.bytes = 0
 
 
 def _bytes(chunk: Any) -> int:

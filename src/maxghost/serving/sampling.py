@@ -78,8 +78,8 @@ def penalized(logits_BV, seen_BV, penalty):
   return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
-def draw(logits_BV, seen_BV, rows: dict[str, Any]) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-  """(token int32 [B], its log-probability, (the TOP likeliest tokens, theirs) [B, TOP]) by the sampling of each row.
+def draw(logits_BV, seen_BV, rows: dict[str, Any]) -> tuple[jax.Array, ...]:
+  """(token int32 [B], its log-probability, the TOP likeliest tokens, theirs [B, TOP]) by the sampling of each row.
 
   rows: the fields of Sampling as arrays [B]; key [B, 2] uint32 and step [B]: a row's draw depends on these two and its
   logits alone; top [B]: 0 where the alternatives are not wanted; they are 0 if no row wants them. Log-probabilities are
@@ -105,7 +105,7 @@ def draw(logits_BV, seen_BV, rows: dict[str, Any]) -> tuple[jax.Array, jax.Array
   none = lambda x: (jnp.zeros((len(x), most), x.dtype), jnp.zeros((len(x), most), jnp.int32))  # noqa: E731
   top_BN, ids_BN = jax.lax.cond((rows["top"] > 0).any(), lambda x: tuple(jax.lax.top_k(x, most)), none, raw_BV)
   logp_B = (jnp.take_along_axis(raw_BV, token_B[:, None], axis=1) - log_sum_B1)[:, 0]
-  return token_B, logp_B.astype(jnp.float32), (ids_BN, (top_BN - log_sum_B1).astype(jnp.float32))
+  return token_B, logp_B.astype(jnp.float32), ids_BN, (top_BN - log_sum_B1).astype(jnp.float32)
 
 
 def _cut_rows(logits_BV, top_k_B1, top_p_B1):
