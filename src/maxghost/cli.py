@@ -24,6 +24,7 @@ VERBS = {
   "scores": ("maxghost.scores", "query the scores of a run"),
   "generate": ("maxghost.generate", "continue a prompt with a trained model"),
   "ask": ("maxghost.ask", "answer a question, with the documents that made the answer likelier"),
+  "serve": ("maxghost.serve", "answer OpenAI's API over HTTP, with a page that shows an answer's sources"),
   "attribute": ("maxghost.attribute", "score a corpus against queries at fixed checkpoints"),
   "data": ("maxghost.data.__main__", "prepare a corpus for training"),
   "distill-logits": ("maxghost.distill_logits", "write a teacher's logits once, for distillation without the teacher"),

@@ -122,13 +122,14 @@ class Rendering:
       raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
     return ids, weights if self.completion_only else np.ones_like(weights)
 
-  def prompt(self, question: str) -> list[int]:
-    """Ids of a user's question, up to where the assistant answers. Raises ValueError for a template that fails."""
-    asked = {"role": "user", "content": question}
+  def prompt(self, question: str | Sequence[dict]) -> list[int]:
+    """Ids of a user's question or of messages, up to where the assistant answers. Raises ValueError for a template that
+    fails."""
+    asked = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
     if self.template is None:
-      turns = self._turns([asked, {"role": "assistant", "content": ""}])
+      turns = self._turns([*asked, {"role": "assistant", "content": ""}])
       return self._joined(turns[:-2])[0].tolist()  # without the answer's text and end
-    return self.tokenizer.encode_template(self.template.render([asked], prompt=True))[0].tolist()
+    return self.tokenizer.encode_template(self.template.render(asked, prompt=True))[0].tolist()
 
   def end_ids(self) -> set[int]:
     """The special tokens with which an answer ends. Raises ValueError."""

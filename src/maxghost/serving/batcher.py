@@ -133,7 +133,7 @@ class Counters:
 
 class Batcher:
   """Runs requests on an Engine, in a thread of its own. params: of `load_params`. stop_ids: tokens that end a text.
-  queue_limit: most requests that wait for a slot.
+  queue_limit: most requests that wait for a slot. failure: why the thread has ended, if it has failed.
 
   A prompt is read a chunk at a time, with a decode step of the others between, in the order of arrival. An error of one
   request ends it; an error of the thread ends all, and later ones are refused with its message.
@@ -142,7 +142,7 @@ class Batcher:
   def __init__(self, engine: Engine, params, tokenizer, *, stop_ids: Sequence[int] = (), queue_limit: int = 256):
     self._engine, self._params, self._tokenizer = engine, params, tokenizer
     self._stop_ids, self._queue_limit = frozenset(stop_ids), queue_limit
-    self._counters, self._failure = Counters(), ""
+    self._counters, self.failure = Counters(), ""
     self._changed, self._closing, self._aborted = threading.Condition(), False, False
     self._waiting: collections.deque[Job] = collections.deque()
     self._reading: Job | None = None
@@ -173,8 +173,8 @@ class Batcher:
       raise ValueError(f"logprobs={request.logprobs}: 0 to {TOP}")
     job = Job(request, prefix, Row(self._tokenizer, () if request.ignore_stop_ids else self._stop_ids, request.stop))
     with self._changed:
-      if self._closing or self._failure:
-        raise Closed(self._failure or "no more requests are taken: the server is stopping")
+      if self._closing or self.failure:
+        raise Closed(self.failure or "no more requests are taken: the server is stopping")
       if len(self._waiting) >= self._queue_limit:
         raise QueueFull(
           f"{len(self._waiting)} requests wait already (queue_limit={self._queue_limit}); try again later"
@@ -199,11 +199,11 @@ class Batcher:
       self._serve()
     except Exception as error:  # told to every request, now and later
       with self._changed:
-        self._failure = f"the server has failed: {type(error).__name__}: {error}"
+        self.failure = f"the server has failed: {type(error).__name__}: {error}"
         jobs = [*self._running.values(), *([self._reading] if self._reading else ()), *self._waiting]
         self._waiting, self._running, self._reading = collections.deque(), {}, None
       for job in jobs:
-        self._give(job, Piece("", finish="error", error=self._failure))
+        self._give(job, Piece("", finish="error", error=self.failure))
 
   def _serve(self) -> None:
     state = None

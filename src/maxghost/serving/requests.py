@@ -1,0 +1,180 @@
+"""Bodies of requests to the server, checked: OpenAI's names and error format, and a few names of other servers."""
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.data.conversations import Rendering, messages_of
+from maxghost.data.tokenizers import Tokenizer
+from maxghost.serving.batcher import Batcher, Request
+from maxghost.serving.sampling import Sampling
+
+
+class Refused(Exception):
+  """An answer in OpenAI's error format. param: what is wrong in the body. headers: of the answer."""
+
+  def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400, **headers):
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    self.status, self.headers = status, headers
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+  """A model and what it can do. encode: ids of a text as a prompt; raises ConfigError. size: most positions of a prompt
+  and its answer. rendering: of conversations; None = no chat, because of `no_chat`. sources: (ids of a prompt, ids of
+  its answer, how many) -> JSON object; None = none, because of `no_sources`. chats: the page asks questions; otherwise
+  for the beginning of a text."""
+
+  name: str
+  batcher: Batcher
+  tokenizer: Tokenizer
+  encode: Callable[[str], list[int]]
+  size: int
+  vocab_size: int
+  rendering: Rendering | None = None
+  no_chat: str = ""
+  sources: Callable[[Sequence[int], Sequence[int], int], dict] | None = None
+  no_sources: str = ""
+  chats: bool = False
+
+
+MOST_TEXTS = 1024  # of one request
+# name: (kind, value where none is given, least, most)
+_SAMPLING = {
+  "temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
+  "repetition_penalty": (float, 1.0, 0.01, 100),
+}  # fmt: skip
+_COMMON = _SAMPLING | {
+  "model": (str, None), "n": (int, 1, 1, 128), "max_tokens": (int, None, 1), "stop": (object, ""),
+  "seed": (int, None, -(2**63), 2**63 - 1), "stream": (bool, False), "stream_options": (dict, {}), "user": (str, None),
+  "ignore_eos": (bool, False), "return_token_ids": (bool, False),
+}  # fmt: skip
+COMPLETION = _COMMON | {"prompt": (object, None), "logprobs": (int, None, 0, 5)}
+CHAT = _COMMON | {"messages": (list, None), "logprobs": (bool, None), "top_logprobs": (int, 0, 0, 20)}
+CHAT |= {"max_completion_tokens": (int, None, 1)}
+SOURCES = {"model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None)}
+SOURCES |= {"top": (int, 10, 1, 100)}
+# what OpenAI's API has and this server has not, with the value that asks for nothing
+_NEUTRAL = {
+  "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
+  "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
+}  # fmt: skip
+_KINDS = {
+  int: "a whole number",
+  float: "a number",
+  bool: "true or false",
+  str: "text",
+  list: "a list",
+  dict: "an object",
+}
+
+
+def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]:
+  """The values of all `fields` in a body for `model`. Raises Refused."""
+  try:
+    given = json.loads(body)
+  except (ValueError, RecursionError) as error:
+    raise Refused(f"the body is no JSON: {error}") from error
+  if not isinstance(given, dict):
+    raise Refused("the body is no JSON object")
+  values = {name: field[1] for name, field in fields.items()}
+  for name, value in given.items():
+    if name in fields:
+      values[name] = values[name] if value is None else _checked(name, value, *fields[name])
+    elif name not in _NEUTRAL:
+      hint = did_you_mean(name, fields) or f"; there are {', '.join(fields)}"
+      raise Refused(f"unknown parameter {_short(name)}{hint}", name[:64], "unknown_parameter")
+    elif value not in (None, _NEUTRAL[name]):
+      raise Refused(f"{name}={_short(value)} is not offered; leave {name} out", name, "unsupported_parameter")
+  check_model(values["model"], model)
+  return values
+
+
+def check_model(name: str | None, model: str) -> None:
+  """Raises Refused if a client names another model than `model`."""
+  if name not in (None, model):
+    hint = did_you_mean(name, [model]) or f"; this server has '{model}'"
+    raise Refused(f"the model {_short(name)} does not exist{hint}", "model", "model_not_found", 404)
+
+
+def _checked(name: str, value: Any, kind: type, _, least: float = -math.inf, most: float = math.inf) -> Any:
+  number = kind in (int, float)
+  if not isinstance(value, (int, float) if kind is float else kind) or (number and isinstance(value, bool)):
+    raise Refused(f"{name}={_short(value)} is not {_KINDS[kind]}", name)
+  if number and not least <= value <= most:
+    raise Refused(f"{name}={_short(value)}: at least {least}" + f", at most {most}" * (most < math.inf), name)
+  return value
+
+
+def _short(value: Any) -> str:
+  text = json.dumps(value, ensure_ascii=False)
+  return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
+  """The ids of each prompt of a body. Raises Refused."""
+  if values.get("messages") is not None:
+    if served.rendering is None:
+      raise Refused(f"{served.no_chat}; /v1/completions continues texts", "messages", "no_chat_template")
+    try:
+      return [served.rendering.prompt(messages_of(values["messages"], "messages"))]
+    except ValueError as error:
+      raise Refused(str(error), "messages") from error
+  if (given := values.get("prompt")) is None:
+    name = "prompt" if "prompt" in values else "messages"
+    raise Refused(f"{name} is missing", name, "missing_required_parameter")
+  several = isinstance(given, list) and given and type(given[0]) is not int
+  if several and len(given) * values.get("n", 1) > MOST_TEXTS:
+    raise Refused(f"{len(given)} prompts, n={values.get('n', 1)}: at most {MOST_TEXTS} texts in all", "prompt")
+  return [ids_of(one, "prompt", served) for one in (given if several else [given])]
+
+
+def ids_of(given: Any, name: str, served: Served) -> list[int]:
+  """The ids of a text, or those given. Raises Refused."""
+  if isinstance(given, str):
+    try:
+      return served.encode(given) if name == "prompt" else served.tokenizer.encode([given.encode()])[0].tolist()
+    except (ConfigError, UnicodeEncodeError) as error:  # a lone surrogate
+      raise Refused(str(error), name) from error
+  if not isinstance(given, list) or not all(type(one) is int and 0 <= one < served.vocab_size for one in given):
+    raise Refused(f"{name}={_short(given)} is neither text nor a list of ids from 0 to {served.vocab_size - 1}", name)
+  return given
+
+
+def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served: Served) -> list[Request]:
+  """`n` requests for each prompt. Raises Refused."""
+  chat, longest, most = "messages" in values, max(map(len, prompts)), values["max_tokens"]
+  if chat and None not in (most, other := values["max_completion_tokens"]) and most != other:
+    raise Refused(f"max_tokens={most} and max_completion_tokens={other} differ; give one", "max_tokens")
+  most = values.get("max_completion_tokens") or most
+  if longest + (most or 1) > served.size:
+    said = f"{longest} tokens of the prompt and {most or 1} of the answer are more than the {served.size} positions of "
+    said += "the cache; ask for less, or start the server with a larger --cache"
+    raise Refused(said, "messages" if chat else "prompt", "context_length_exceeded")
+  stop = values["stop"] if isinstance(values["stop"], list) else [values["stop"]]
+  if not all(isinstance(text, str) for text in stop) or len(stop) > 16:
+    raise Refused(f"stop={_short(values['stop'])} is neither text nor a list of at most 16", "stop")
+  if wrong := values["stream_options"].keys() - {"include_usage"}:
+    raise Refused(f"stream_options has {_short(min(wrong))}; it takes include_usage", "stream_options")
+  if chat and values["top_logprobs"] and not values["logprobs"]:
+    raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
+  chosen = {name: values[name] for name in _SAMPLING}
+  if chosen["temperature"] < 1e-6:  # the likeliest token, which survives every cut
+    chosen |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+  try:
+    sampling = Sampling(**chosen)
+  except ConfigError as error:
+    raise Refused(str(error), str(error).partition("=")[0]) from error
+  seed = random.getrandbits(30) if values["seed"] is None else values["seed"]
+  stop, tops = tuple(filter(None, stop)), values["top_logprobs"] if chat else values["logprobs"] or 0
+  lengths = [most or min(served.size - len(prompt), served.size if chat else 16) for prompt in prompts]
+  return [
+    Request(tuple(ids), new, sampling, seed + i, stop, tops, values["ignore_eos"])
+    for ids, new in zip(prompts, lengths, strict=True)
+    for i in range(values["n"])
+  ]
