@@ -13,7 +13,7 @@ from flax import nnx
 from maxghost.config.schema import Config, ModelConfig
 from maxghost.models import moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
-from maxghost.models.layers import HIDDEN, Hidden, dtypes, linear, norm
+from maxghost.models.layers import HIDDEN, Hidden, dtypes, linear, norm, precision
 from maxghost.models.multi_token import MultiTokenBlock
 from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
 from maxghost.parallel.shardings import constrain
@@ -69,6 +69,8 @@ class Transformer(nnx.Module):
     self.tied = cfg.logits_via_embedding
     std, kind = (cfg.base_emb_dim**-0.5, TiedTable) if self.tied else (1.0, nnx.Embed)
     self.token_embedder = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs, layer_type=kind)
+    if self.tied:
+      self.token_embedder.precision = precision(cfg) if cfg.quantization else None
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
     self.soft_cap = cfg.final_logits_soft_cap
