@@ -9,6 +9,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 import routed
@@ -77,3 +78,14 @@ def test_scores_are_those_of_one_gradient_for_each_document(name):
     if name in CASES and not wide:  # rounding is there
       unlike = ghost.GhostEngine(plain, direction="sgd").score(tiny.make_model(plain), PACKED, VALIDATION)
       assert np.abs(np.asarray(unlike.additive) - np.asarray(result.additive)).max() > 1e-3 * largest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("mesh", ["fsdp 4 x tensor 2", "context 4 x data 2"])
+def test_a_mesh_trains_and_scores_as_one_device(quantization, mesh):
+  """Up to roundings that another order of a sum decides."""
+  changes = {"quantization": quantization, "ghost_direction": "sgd", "num_vocab_tiling": 2, "opt_type": "sgd"}
+  one, eight = (meshes.run(where, batches=meshes.BATCHES[:1], **changes) for where in ({}, meshes.MESHES[mesh]))
+  for name in ("loss", "val_loss", "additive", "check_rel_err"):
+    print(name, np.asarray(one.outs[0].get(name)), np.asarray(eight.outs[0].get(name)))

@@ -533,7 +533,8 @@ def slices_apart(v: Values) -> Iterator[str]:
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, quantization, multi_token, segments,
   offloading, mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences,
-  rollouts, distillation, validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model, slices_apart,
+  rollouts, distillation, validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
+  slices_apart,
 ]  # fmt: skip
 
 
