@@ -12,6 +12,7 @@ from typing import Any
 
 from maxghost.config import Config, ConfigError, did_you_mean
 from maxghost.config.arguments import Parser
+from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import guarded, printable
 
 EXAMPLES = """\
@@ -22,7 +23,8 @@ examples:
   maxghost generate configs/base.yml load_parameters_path=runs/base prompt="def main("
 """
 # key that may follow a configuration -> its flag
-KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype")}
+NAMES = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype", "quantization")
+KEYS = {name: f"--{name}" for name in NAMES}
 KEYS["lora_restore_path"] = "--adapter"
 
 
@@ -62,6 +64,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--chat", action="store_true", help="each prompt is the question of a user, in the model's chat template")
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
+  about = "weights in few bits, made as they are read (as the checkpoint has them)"
+  add("--quantization", choices=WEIGHTS_ONLY, help=about)
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
   typed = list(sys.argv[1:] if argv is None else argv)
   args = parser.parse(flags := from_keys(typed))
@@ -80,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
   from maxghost.generation.samples import encode
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
-  changes = {"dtype": args.dtype} if args.dtype else {}
+  changes = {key: given for key in ("dtype", "quantization") if (given := getattr(args, key))}
   place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
