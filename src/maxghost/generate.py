@@ -66,6 +66,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
   about = "weights in few bits, made as they are read (as the checkpoint has them)"
   add("--quantization", choices=WEIGHTS_ONLY, help=about)
+  add("--quantize_kvcache", action="store_true", help="keep keys and values in int8 (the configuration's)")
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
   typed = list(sys.argv[1:] if argv is None else argv)
   args = parser.parse(flags := from_keys(typed))
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
   from maxghost.generation.samples import encode
 
   sampling = Sampling(args.temperature, args.top_k, args.top_p)
-  changes = {key: given for key in ("dtype", "quantization") if (given := getattr(args, key))}
+  changes = {key: given for key in ("dtype", "quantization", "quantize_kvcache") if (given := getattr(args, key))}
   place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)

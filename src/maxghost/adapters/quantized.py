@@ -33,8 +33,10 @@ LEVELS = (
 _STEPS = 127  # of an 8-bit code on each side of zero
 _TILE, _BLOCK = 64, 256  # inputs in a block, and sizes of blocks with one scale
 _SHARES = [1 - 0.03 * i for i in range(1, 11)]
-NAMES = dict.fromkeys(("int8", "table"), ("codes", "sizes"))
-NAMES |= {"int4": ("codes", "sizes", "least"), "nf4": ("codes", "sizes", "size_scales", "size_means")}
+NAMES: dict[str, tuple[str, ...]] = {
+  "int8": ("codes", "sizes"), "table": ("codes", "sizes"), "int4": ("codes", "sizes", "least"),
+  "nf4": ("codes", "sizes", "size_scales", "size_means"),
+}  # fmt: skip
 # Values of `quantization`: the matrices of layers, and those of the vocabulary (output head; tables have a size a row).
 WEIGHTS = {"int8w": ("int8", "int8"), "int4w": ("int4", "int8")}
 
@@ -168,7 +170,8 @@ class QuantizedTable(TiedTable):
     return dequantize(parts, "table", self.dtype)
 
   def attend(self, query):
-    codes, sizes = self.codes[...].astype(self.dtype), self.sizes[...][:, 0]
+    parts: Any = self
+    codes, sizes = parts.codes[...].astype(self.dtype), parts.sizes[...][:, 0]
     y = dense.contract_transposed(query.astype(self.dtype), codes, 1, None, sizes.dtype)
     return (y * jnp.expand_dims(sizes / _STEPS, tuple(range(y.ndim - 1)))).astype(self.dtype)
 

@@ -99,6 +99,7 @@ class ModelConfig:
   weight_dtype: str = key("float32", choices=("float32", "bfloat16", "float64"))
   matmul_precision: str = key("default", choices=("default", "high", "highest"))
   quantization: str = key("", choices=("", "int8", "fp8", *WEIGHTS_ONLY))
+  quantize_kvcache: bool = key(False)
   attention: str = key("autoselected", choices=("autoselected", "dot_product", "blockwise", "flash"))
   scan_layers: bool = key(True)
   remat_policy: str = key("minimal", choices=("none", "minimal", "full"))

@@ -133,6 +133,8 @@ def experts(v: Values) -> Iterator[str]:
 
 
 def quantization(v: Values) -> Iterator[str]:
+  if v.quantize_kvcache and v.objective == "grpo":
+    yield f"{v['quantize_kvcache']} samples from another model than objective=grpo trains; use quantize_kvcache=false"
   if v.quantization not in ("int8", "fp8"):
     return
   given = v["quantization"]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.models import attention
+from maxghost.models.rounding import Rounded
 
 
 class Prompt:
@@ -22,13 +23,16 @@ class Prompt:
   lengths_B: tokens of each row; later positions are padding. size: S of a layer without a window.
   """
 
+  quantized = False  # as the model says, see `_held`
+
   def __init__(self, lengths_B, size: int):
     self._lengths_B, self._size = lengths_B, size
     self.entries: list[tuple] = []
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
-    size = min(self._size, options.get("window") or self._size)
-    self.entries.append(tuple(_slots(x, self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
+    size, held = min(self._size, options.get("window") or self._size), _held(self, k_BTKh, v_BTKh)
+    self.entries.append(tuple(_slots(x, self._lengths_B, size) for x in held))
+    k_BTKh, v_BTKh = _restored(held, q_BTHh.dtype)
     return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
 
 
@@ -37,6 +41,8 @@ class Continuation:
 
   kept: (keys, values) [B, K, S, h] of each of the layer's attentions. counts_B: tokens kept in each row.
   """
+
+  quantized = False
 
   def __init__(self, kept, counts_B):
     self._kept, self._counts_B = list(kept), counts_B
@@ -47,14 +53,30 @@ class Continuation:
     scale=None,
   ):  # fmt: skip
     """Attention of the new token over its row, which is one document, so that segment ids are not read."""
-    k_BKSh, v_BKSh = self._kept[len(self.entries)]
-    self.entries.append((k_B1Kh[:, 0], v_B1Kh[:, 0]))
+    k_BKSh, v_BKSh = _restored(self._kept[len(self.entries)], q_B1Hh.dtype)
+    held = _held(self, k_B1Kh, v_B1Kh)
+    k_B1Kh, v_B1Kh = _restored(held, q_B1Hh.dtype)
+    self.entries.append(tuple(x[:, 0] for x in held))
     held_BS = held_positions(self._counts_B, k_BKSh.shape[2])
     seen_BS = held_BS >= 0
     if window:
       seen_BS &= held_BS > (self._counts_B - window)[:, None]
     shape = attention.Shape(q_B1Hh.shape[-1] ** -0.5 if scale is None else scale, None, soft_cap)
     return _attend_one(q_B1Hh, k_B1Kh, v_B1Kh, k_BKSh, v_BKSh, seen_BS, sinks_H, shape)
+
+
+def _held(cache: Any, *keys_and_values) -> tuple:
+  """What is kept of keys and values: themselves, or with `quantize_kvcache` int8 codes and a scale for each head."""
+  if not cache.quantized:
+    return keys_and_values
+  return tuple(part for x in keys_and_values for part in Rounded("int8").codes(x, (x.ndim - 1,)))
+
+
+def _restored(held, dtype):
+  """The keys and values of `_held`. Attention reads these alone, so that no value depends on when it was kept."""
+  if len(held) == 2:
+    return held
+  return [(codes.astype(scale.dtype) * scale).astype(dtype) for codes, scale in zip(held[::2], held[1::2], strict=True)]
 
 
 def held_positions(counts_B, num_slots: int):
@@ -91,6 +113,7 @@ def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Call
     entries = []
     for i in range(decoder.num_layers):
       cache = open_cache(None if kept is None else kept[i])
+      cache.quantized = decoder.quantize_kvcache
       hidden = getattr(decoder, f"layers_{i}")(hidden, *layer_inputs, cache=cache)
       entries.append(cache.entries)
     return hidden, entries
@@ -99,6 +122,7 @@ def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Call
   def body(hidden, scanned):
     state, kept = scanned
     cache = open_cache(kept)
+    cache.quantized = decoder.quantize_kvcache
     hidden = nnx.merge(graphdef, state)(hidden, *layer_inputs, cache=cache)
     return hidden, cache.entries
 

@@ -86,7 +86,7 @@ def keys_for_adapters(dropout_key):
   return setting(adapter_keys, keys)
 
 
-def precision(cfg: ModelConfig):
+def precision(cfg: ModelConfig) -> Any:
   plain = None if cfg.matmul_precision == "default" else cfg.matmul_precision
   return Rounded(cfg.quantization, plain) if cfg.quantization in ("int8", "fp8") else plain
 

@@ -8,6 +8,7 @@ Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 t
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +217,7 @@ class RoutedMoe(nnx.Module):
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
     self.sums_to_one, self.sparse, self.has_bias = cfg.norm_topk_prob, cfg.sparse_matmul, cfg.mlp_bias
     self.dtype, self.precision, self.wo_shape = jnp.dtype(cfg.dtype), precision(cfg), (experts, width, embed)
-    self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
+    self.gate: Any = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
     self.gate.precision = plain(self.precision)  # a rounded router would send tokens to other experts
 
     shapes = dict.fromkeys(self.branches, (embed, width)) | {"wo": (width, embed)}

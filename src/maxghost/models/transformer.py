@@ -32,7 +32,7 @@ class Decoder(nnx.Module):
     else:
       for i in range(self.num_layers):
         setattr(self, f"layers_{i}", DecoderLayer(cfg, i % cycle, rngs=rngs))
-    self.decoder_norm = norm(cfg, rngs=rngs)
+    self.decoder_norm, self.quantize_kvcache = norm(cfg, rngs=rngs), cfg.quantize_kvcache
     self.has_positions = cfg.trainable_position_size > 0
     if self.has_positions:
       self.position_embedder = embedding(cfg, cfg.trainable_position_size, (None, "embed"), std=0.02, rngs=rngs)
@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     self.tied = cfg.logits_via_embedding
     std, kind = (cfg.base_emb_dim**-0.5, TiedTable) if self.tied else (1.0, nnx.Embed)
-    self.token_embedder = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs, layer_type=kind)
+    self.token_embedder: Any = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs, layer_type=kind)
     if self.tied:
       self.token_embedder.precision = precision(cfg) if cfg.quantization else None
     self.decoder = Decoder(cfg, rngs=rngs)
