@@ -1,10 +1,10 @@
 """Host memory of an import from Hugging Face, an export back and a quantised copy, beside the size of the model.
 
-  python benchmarks/import_memory.py [--layers 24] [--ram_mb 256]
+  python benchmarks/import_memory.py [--layers 24] [--ram-mb 256]
 
-A Llama of random bfloat16 weights is written, imported, exported, quantised, each in a process of its own, whose peak of resident
-memory is compared with that of the same process on a model of one small layer. Reading maps the source's file into
-memory: those pages, which the system may drop at any time, are not counted. Linux only.
+A Llama of random bfloat16 weights is written, imported, exported and quantised, each in a process of its own, whose
+peak of resident memory is compared with that of the same process on a model of one small layer. Reading maps the
+source's file into memory: those pages, which the system may drop at any time, are not counted. Linux only.
 """
 
 import json

@@ -140,9 +140,9 @@ def quantize_checkpoint(
     where = Location(item=temporary / "items", step=temporary)
     write_plan(checkpoint.raw, plan, where, ram_bytes)
     check_written(checkpoint, open_at(where, str(target)), params_only=True, ram_bytes=ram_bytes)
-    data = cfg.data
-    tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
-    tokenizer_files.save(tokenizer, data.tokenizer_type, temporary / tokenizer_files.FOLDER, data.chat_template_path)
+    if (data := cfg.data).tokenizer_path:
+      tokenizer, folder = load_tokenizer(data.tokenizer_type, data.tokenizer_path), temporary / tokenizer_files.FOLDER
+      tokenizer_files.save(tokenizer, data.tokenizer_type, folder, data.chat_template_path)
     model_path.keep_huggingface(place, cfg, temporary)
     config.save(cfg, temporary / model_path.CONFIG_FILE)
   size = sum(leaf.nbytes for leaf in plan.leaves)
