@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
 
-from maxghost import config
+from maxghost import config, models
 from maxghost.config import ConfigError
 from maxghost.models import dense, grouped_matmul
 from maxghost.models.rounding import Rounded
@@ -168,3 +170,17 @@ def test_what_is_not_exact_or_not_possible_is_refused():
   with pytest.raises(ValueError, match="133144"):
     jax.eval_shape(lambda x: dense.contract(x, x.T, 1, INT8), jax.ShapeDtypeStruct((2, 133_145), jnp.float32))
   assert config.load().model.quantization == ""
+
+
+def test_a_rounded_layer_keeps_the_bytes_of_a_plain_one(capsys):
+  """For the backward pass, with remat_policy=minimal: products in the compute dtype, not their wider sums."""
+
+  def kept(quantization: str) -> list[str]:
+    cfg = tiny.make_config(quantization=quantization, dtype="bfloat16", base_num_decoder_layers=1, scan_layers=False)
+    graphdef, state = nnx.split(models.create_abstract(cfg))
+    print_saved_residuals(lambda state: nnx.merge(graphdef, state)(jnp.zeros((2, 13), jnp.int32)).sum(), state)
+    lines = capsys.readouterr().out.splitlines()
+    return sorted(line.split()[0] for line in lines if "argument" not in line)
+
+  plain = kept("")
+  assert kept("int8") == kept("fp8") == plain and any(shape.startswith("bf16[2,13,36]") for shape in plain)
