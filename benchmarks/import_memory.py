@@ -57,8 +57,9 @@ def main() -> int:
   for verb in VERBS:
     more = (peaks["large", verb] - peaks["small", verb]) / 1e6
     rows.append({"what": verb, "model MB": total / 1e6, "largest tensor MB": largest / 1e6, "own memory MB": more})
-    bound = args.ram_mb * 1.048576 + 4 * largest / 1e6
-    label = f"{verb}: MB above a tiny model's; at most --ram_mb and 4 of the largest tensor"
+    times = 6 if verb.endswith("w") else 4
+    bound = args.ram_mb * 1.048576 + times * largest / 1e6
+    label = f"{verb}: MB above a tiny model's; at most --ram-mb and {times} of the largest tensor"
     figures.append(Figure(label, more, bound))
   return _measure.publish("import_memory", rows, figures, path=args.json)
 

@@ -5,6 +5,7 @@ Exit code 0: written and verified; 1: the written checkpoint differs (nothing is
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from maxghost.interop import model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
+
+_PIECE = 1 << 22
 
 
 def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
@@ -69,7 +72,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
 def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, form: str, in_axes: int, out_axes: int):
   """A part of a matrix, or of a stack of matrices along `axis` and of experts, quantised one by one as it is read.
 
-  Only the outputs (of a table, the rows) that are asked for are read, where a matrix has one axis of them.
+  Where a matrix has one axis of outputs (a table: of rows), those asked for are read, _PIECE numbers at a time.
   """
   import jax
 
@@ -83,23 +86,30 @@ def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, f
   place = None if axis is None else min(axis, len(shape))
   if axis is not None and place is not None:
     shape.insert(place, source.shape[axis])
-  divided = (0, 0) if form == "table" else (in_axes, len(one.shape) - 1)  # axes of the matrix and of the part
+  along = (
+    0 if form == "table" else -1 if out_axes == 1 else None
+  )  # the axis, of matrix and part, that is cut into pieces
+  step = max(1, _PIECE * inner[lead:][along] // math.prod(inner[lead:])) if along is not None else 0
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     whole = [slice(*(index[i] if index else slice(None)).indices(size)) for i, size in enumerate(shape)]
     layers = [slice(0, 1)] if place is None else [whole.pop(place)]
     counts = [s.stop - s.start for s in (*layers, *whole)]
-    out, cut = np.empty(counts, one.dtype), list(whole[lead:])
-    asked = [slice(None)] * (in_axes + out_axes)
-    if out_axes == 1 and in_axes == 1:
-      asked[divided[0]], cut[divided[1]] = cut[divided[1]], slice(None)
+    out, cut = np.empty(counts, one.dtype), whole[lead:]
+    begin, end = (0, 1) if along is None else (cut[along].start, cut[along].stop)
     for at in np.ndindex(*counts[: 1 + lead]):
       where = [slice(s.start + i, s.start + i + 1) for s, i in zip((*layers, *whole[:lead]), at, strict=True)]
-      block = [*where[1:], *(slice(*s.indices(n)) for s, n in zip(asked, inner[lead:], strict=True))]
-      if axis is not None:
-        block.insert(axis, where[0])
-      w = source.read(tuple(block))
-      out[at] = np.asarray(run(w.reshape([n for i, n in enumerate(w.shape) if i != axis][lead:]))[name])[tuple(cut)]
+      for first in range(begin, end, step or 1):
+        asked, taken, into = [slice(0, n) for n in inner[lead:]], [*cut], [slice(None)] * len(cut)
+        if along is not None:
+          asked[along], taken[along] = slice(first, last := min(first + step, end)), slice(None)
+          into[along] = slice(first - begin, last - begin)
+        block = [*where[1:], *asked]
+        if axis is not None:
+          block.insert(axis, where[0])
+        w = source.read(tuple(block))
+        part = run(w.reshape([n for i, n in enumerate(w.shape) if i != axis][lead:]))[name]
+        out[at][tuple(into)] = np.asarray(part)[tuple(taken)]
     return out[0] if place is None else np.moveaxis(out, 0, place)
 
   return dataclasses.replace(like, shape=tuple(shape), dtype=np.dtype(one.dtype), read=read, chunk_nbytes=0)
