@@ -92,3 +92,13 @@ def test_a_mesh_trains_and_scores_as_one_device(quantization, mesh):
   scores = eight.outs[0]["contribution_BSK"], one.outs[0]["contribution_BSK"]
   assert meshes.relative_error(*scores) < 5e-3
   assert max(np.abs(run.outs[0]["check_rel_err"]).max() for run in (one, eight)) < 1e-6
+
+
+@pytest.mark.slow
+def test_micro_batches_pass_the_self_check():
+  """Each has weights of its own, and so other scales of its cotangents than the whole batch."""
+  batch = {name: value.repeat(2, 0) for name, value in meshes.BATCHES[0].items()}
+  changes = {"quantization": "int8", "ghost_direction": "sgd", "opt_type": "sgd", "gradient_accumulation_steps": 2}
+  out = meshes.run({}, batches=[batch], **changes).outs[0]
+  assert np.abs(out["contribution_BSK"]).max() > 0
+  assert np.abs(out["check_rel_err"]).max() < 1e-6
