@@ -1,10 +1,10 @@
-"""Host memory of an import from Hugging Face and of an export back, beside the size of the model.
+"""Host memory of an import from Hugging Face, an export back and a quantised copy, beside the size of the model.
 
-  python benchmarks/import_memory.py [--layers 24] [--ram_mb 256]
+  python benchmarks/import_memory.py [--layers 24] [--ram-mb 256]
 
-A Llama of random bfloat16 weights is written, imported, exported, each in a process of its own, whose peak of resident
-memory is compared with that of the same process on a model of one small layer. Reading maps the source's file into
-memory: those pages, which the system may drop at any time, are not counted. Linux only.
+A Llama of random bfloat16 weights is written, imported, exported and quantised, each in a process of its own, whose
+peak of resident memory is compared with that of the same process on a model of one small layer. Reading maps the
+source's file into memory: those pages, which the system may drop at any time, are not counted. Linux only.
 """
 
 import json
@@ -18,7 +18,7 @@ from _measure import Figure
 
 CHILD = """
 import sys, threading, time
-from maxghost.interop import hf_checkpoint
+from maxghost.interop import hf_checkpoint, quantize
 peak, done = 0, False
 def watch():
   global peak
@@ -29,12 +29,19 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 try:
-  hf_checkpoint.{verb}_model(sys.argv[1], sys.argv[2], ram_bytes=int(sys.argv[3]), say=lambda line: None)
+  {verb}(sys.argv[1], sys.argv[2], {more}ram_bytes=int(sys.argv[3]), say=lambda line: None)
 finally:
   done = True
   watcher.join()
 print(peak)
 """
+
+VERBS = {  # function, what else it is given, ends of the names of its source and its target
+  "import": ("hf_checkpoint.import_model", "", "", "-in"),
+  "export": ("hf_checkpoint.export_model", "", "-in", "-out"),
+  "int8w": ("quantize.quantize_checkpoint", "'int8w', ", "-in", "-int8w"),
+  "int4w": ("quantize.quantize_checkpoint", "'int4w', ", "-in", "-int4w"),
+}
 
 
 def main() -> int:
@@ -43,14 +50,16 @@ def main() -> int:
     root, peaks = Path(name), {}
     for size, layers, width in (("small", 1, 64), ("large", args.layers, 1024)):
       total, largest = write_model(root / size, layers, width)
-      for verb, source, target in (("import", size, f"{size}-in"), ("export", f"{size}-in", f"{size}-out")):
+      for verb, (*_, source, target) in VERBS.items():
+        source, target = (f"{size}{name}" for name in (source, target))
         peaks[size, verb] = peak(verb, root / source, root / target, args.ram_mb << 20)
   rows, figures = [], []
-  for verb in ("import", "export"):
+  for verb in VERBS:
     more = (peaks["large", verb] - peaks["small", verb]) / 1e6
     rows.append({"what": verb, "model MB": total / 1e6, "largest tensor MB": largest / 1e6, "own memory MB": more})
-    bound = args.ram_mb * 1.048576 + 4 * largest / 1e6
-    label = f"{verb}: MB above a tiny model's; at most --ram_mb and 4 of the largest tensor"
+    times = 6 if verb.endswith("w") else 4
+    bound = args.ram_mb * 1.048576 + times * largest / 1e6
+    label = f"{verb}: MB above a tiny model's; at most --ram-mb and {times} of the largest tensor"
     figures.append(Figure(label, more, bound))
   return _measure.publish("import_memory", rows, figures, path=args.json)
 
@@ -86,7 +95,8 @@ def write_model(folder: Path, layers: int, width: int) -> tuple[int, int]:
 
 def peak(verb: str, source: Path, target: Path, ram: int) -> int:
   """Bytes of memory of its own that a process held at most, seen every 2 ms; pages of mapped files are not in it."""
-  command = [sys.executable, "-c", CHILD.format(verb=verb), str(source), str(target), str(ram)]
+  function, more, *_ = VERBS[verb]
+  command = [sys.executable, "-c", CHILD.format(verb=function, more=more), str(source), str(target), str(ram)]
   return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
 from maxghost.config.help import list_values, print_help
+from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import guarded
 
 USER_ERROR = ConfigError.exit_code
@@ -33,7 +34,7 @@ VERBS = {
 }
 
 WITHIN = {
-  "checkpoint": ("convert", "compare", "inspect", "rescale", "hf"),
+  "checkpoint": ("convert", "compare", "inspect", "rescale", "quantize", "hf"),
   "data": ("prepare", "verify", "show", "duplicates"),
 }
 USAGE = """\
@@ -70,6 +71,8 @@ def run_command(
   own = flags | {f"--{name}" for name in switches}
   path, overrides = split_arguments([text for text in arguments if text not in own])
   loaded = load_with_origins(path, *overrides)
+  if (held := loaded.config.model.quantization) in WEIGHTS_ONLY:
+    raise ConfigError(f"quantization={held} is for maxghost generate, not for {verb}; use quantization=int8, fp8 or ''")
   for note in loaded.notes:
     print(f"maxghost: note: {note}", file=sys.stderr)
   if flags.intersection(arguments):

@@ -12,6 +12,7 @@ from typing import Any
 
 from maxghost.config import Config, ConfigError, did_you_mean
 from maxghost.config.arguments import Parser
+from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import guarded, printable
 
 EXAMPLES = """\
@@ -23,7 +24,7 @@ examples:
 """
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # flags that are fields of Sampling
 # key that may follow a configuration -> its flag
-KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", *SAMPLING, "seed", "dtype")}
+KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", *SAMPLING, "seed", "dtype", "quantization")}
 KEYS["lora_restore_path"] = "--adapter"
 
 
@@ -73,6 +74,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--chat", action="store_true", help="each prompt is the question of a user, in the model's chat template")
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
+  about = "weights in few bits, made as they are read (as the checkpoint has them)"
+  add("--quantization", choices=WEIGHTS_ONLY, help=about)
+  add("--quantize_kvcache", action="store_true", help="keep keys and values in int8 (the configuration's)")
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
   typed = list(sys.argv[1:] if argv is None else argv)
   args = parser.parse(flags := from_keys(typed))
@@ -90,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
   from maxghost.serving.batcher import Row
 
   sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
-  changes = {"dtype": args.dtype} if args.dtype else {}
+  changes = {key: given for key in ("dtype", "quantization", "quantize_kvcache") if (given := getattr(args, key))}
   place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)

@@ -10,9 +10,10 @@ from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig
 from maxghost.config.families import FAMILIES
+from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import naming, shown
 from maxghost.data.tokenizers import load_tokenizer
-from maxghost.interop import huggingface, merge, model_path
+from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace
@@ -61,6 +62,8 @@ def check_config(cfg: Config) -> ModelPlace:
   place = model_path.find(path, key)
   if place.config is None:
     return place
+  with naming(key, path):
+    model_path.check_whole(place, "training")
   if unlike := differing(place.config.model, cfg.model):
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
     way = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
@@ -76,6 +79,7 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
     return None
   path = cfg.optimizer.distill_teacher
   place, found = find(path, key="distill_teacher")
+  model_path.check_whole(place, "a teacher")
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
     what = f"({found.model.vocab_size} entries, tokenizer {its.name}) than the run ({cfg.model.vocab_size}, {own.name})"
@@ -103,6 +107,10 @@ def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callab
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
   raw = huggingface.open_tree(place.tree)
   raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
+  there, here = place.config.model.quantization if place.config else "", cfg.model.quantization
+  if here in WEIGHTS_ONLY and there != here:
+    model_path.check_whole(place, f"quantization={here}")
+    raw = quantize.quantized(raw, cfg.model, here)
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:

@@ -184,7 +184,7 @@ def test_experts_in_few_bits_on_a_mesh_change_no_score_and_stay_on_their_devices
 
 
 def test_experts_in_few_bits_keep_their_width():
-  with pytest.raises(ConfigError, match=r"lora_weight_qtype=int8 keeps .* divides their width over tensor; use"):
+  with pytest.raises(ConfigError, match=r"int8 keeps .* divides their width over tensor; use"):
     meshes.run(WIDTH, **ROUTED, lora_weight_qtype="int8")
 
 

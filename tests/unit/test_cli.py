@@ -251,7 +251,7 @@ def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
     ("data duplicates --naer", "unknown argument '--naer'; did you mean '--near'?"),
     ("data verify a b", "unknown argument 'b'"),
     ("checkpoint convrt", "unknown tool 'convrt'; did you mean 'convert'?"),
-    ("checkpoint frob", "unknown tool 'frob'; there are convert, compare, inspect, rescale, hf"),
+    ("checkpoint frob", "unknown tool 'frob'; there are convert, compare, inspect, rescale, quantize, hf"),
     ("checkpoint convert --source_path a --target_path b --directoin auto", "did you mean '--direction'?"),
     ("checkpoint compare a", "the following arguments are required: B"),
     ("checkpoint hf export a b --shard_mb x", "argument --shard_mb: invalid float value: 'x'"),

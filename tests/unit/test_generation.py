@@ -7,6 +7,7 @@ import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 import tiny
 from flax import nnx
@@ -201,3 +202,21 @@ def test_draws_follow_the_distribution_at_the_temperature():
 def test_sampling_out_of_bounds(options, message):
   with pytest.raises(ConfigError, match=message):
     Sampling(**options)
+
+
+def test_a_cache_in_int8_does_not_depend_on_when_a_token_was_kept():
+  """Logits after tokens one by one are those of one prompt, near those of the plain cache."""
+  plain, model = (tiny.make_model(tiny.make_config(quantize_kvcache=flag)) for flag in (False, True))
+  texts_BT = np.random.default_rng(0).integers(0, tiny.VOCAB, (2, 12)).astype(np.int32)
+
+  @nnx.jit(static_argnums=(1,))
+  def read(model, count: int):
+    logits_BV, kept = generator.read_prompts(model, texts_BT[:, :count], jnp.full(2, count), SIZE)
+    for at in range(count, 12):
+      logits_BV, kept = generator.add_token(model, texts_BT[:, at], jnp.full(2, at), kept)
+    return logits_BV, kept
+
+  (whole, kept), (by_one, _), (expected, wide) = read(model, 12), read(model, 9), read(plain, 9)
+  assert oracles.relative_error(by_one, whole) < 1e-5 < oracles.relative_error(by_one, expected) < 0.05
+  sizes = [sum(x.nbytes for x in jax.tree.leaves(held)) for held in (kept, wide)]
+  assert sizes[0] == sizes[1] * (6 + 4) // (6 * 4)  # heads of 6 numbers, and a scale for each

@@ -27,6 +27,8 @@ _DENSE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 def create(cfg: Config) -> models.Transformer:
   """A model with fresh weights from init_weights_seed, and with the adapters of the configuration."""
   model = models.create(cfg, rngs=nnx.Rngs(cfg.run.init_weights_seed))
+  if cfg.model.quantization in quantized.WEIGHTS:
+    quantized.narrow(model, cfg.model.quantization)
   return attach(model, cfg.adapter, cfg.run.init_weights_seed) if cfg.adapter.lora_rank else model
 
 

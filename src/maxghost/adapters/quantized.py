@@ -1,9 +1,10 @@
-"""Frozen matrices of a model in few bits: NF4 with double quantisation, or int8, dequantised inside the product.
+"""Frozen matrices of a model in few bits: NF4 with double quantisation, int8 or int4, dequantised inside the product.
 
 A matrix [d, p] is cut into blocks of t inputs of one output, each with its largest size m; t is 64, or the largest
 smaller power of two that divides d. int8: the nearest multiple of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the
 nearest of 16 quantiles of the normal distribution, times m; two codes in a byte. m itself is kept as its mean over the
 matrix plus a multiple of s / 127 in 8 bits, s the largest difference in a block of gcd(256, p) outputs.
+int4: 16 even steps between two bfloat16 numbers; t is 32, and of `_SHARES` of the block's range the best is taken.
 
 *stack layer axes; d inputs over all input axes; *O output axes; p outputs in all. E experts, R rows of tokens.
 """
@@ -20,6 +21,8 @@ from maxghost.adapters.lora import adapted
 from maxghost.config.values import ConfigError
 from maxghost.models import autodiff, dense
 from maxghost.models.moe import RoutedMoe, find_split
+from maxghost.models.output_head import OutputProjection, TiedTable
+from maxghost.parallel.shardings import slash_path
 
 # Source: bitsandbytes, function create_normal_map; QLoRA, appendix E.
 LEVELS = (
@@ -29,7 +32,13 @@ LEVELS = (
 )  # fmt: skip
 _STEPS = 127  # of an 8-bit code on each side of zero
 _TILE, _BLOCK = 64, 256  # inputs in a block, and sizes of blocks with one scale
-NAMES = {"int8": ("codes", "sizes"), "nf4": ("codes", "sizes", "size_scales", "size_means")}
+_SHARES = [1 - 0.03 * i for i in range(1, 11)]
+NAMES: dict[str, tuple[str, ...]] = {
+  "int8": ("codes", "sizes"), "table": ("codes", "sizes"), "int4": ("codes", "sizes", "least"),
+  "nf4": ("codes", "sizes", "size_scales", "size_means"),
+}  # fmt: skip
+# Values of `quantization`: the matrices of layers, and those of the vocabulary (output head; tables have a size a row).
+WEIGHTS = {"int8w": ("int8", "int8"), "int4w": ("int4", "int8")}
 
 
 class Frozen(nnx.Variable):
@@ -39,13 +48,21 @@ class Frozen(nnx.Variable):
 def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
   """The parts of a kernel [*stack, *I, *O] by name (`NAMES`); floats are float32, or the kernel's float64.
 
-  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4. sizes: m, [*stack, d / t, p]; int8 for nf4, with
-  size_scales [*stack, d / t, blocks] and size_means [*stack, 1, 1].
+  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4 and int4. sizes: m, [*stack, d / t, p]; for int4 the
+  steps, bfloat16, and `least` like it; int8 for nf4, with size_scales [*stack, d / t, blocks] and size_means
+  [*stack, 1, 1]. Form `table`: of rows [V, D], sizes [V, 1].
   """
-  tile = math.gcd(_TILE, math.prod(kernel.shape[depth : depth + in_axes]))
-  stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
   wide = jnp.promote_types(kernel.dtype, jnp.float32)
+  if qtype == "table":
+    sizes = jnp.abs(kernel.astype(wide)).max(-1, keepdims=True)
+    codes = jnp.round(kernel.astype(wide) / jnp.where(sizes == 0, 1, sizes) * _STEPS)
+    return {"codes": codes.astype(jnp.int8), "sizes": sizes}
+  tile = math.gcd(_TILE // 2 if qtype == "int4" else _TILE, math.prod(kernel.shape[depth : depth + in_axes]))
+  stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
   blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
+  if qtype == "int4":
+    steps, least, index = _int4(blocks)
+    return {"codes": _packed(index.astype(jnp.uint8), stack, outputs), "sizes": steps, "least": least}
   sizes = jnp.abs(blocks).max(-2)
   share = blocks / jnp.where(sizes == 0, 1, sizes)[..., None, :]
   if qtype == "int8":
@@ -53,18 +70,45 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
   index = jnp.zeros(share.shape, jnp.uint8)
   for below, above in itertools.pairwise(LEVELS):
     index = index + (share > jnp.asarray((below + above) / 2, wide)).astype(jnp.uint8)
-  pairs = index.reshape(*stack, -1, 2, math.prod(outputs))
   mean = sizes.mean((-2, -1), keepdims=True)
   rest = (sizes - mean).reshape(*sizes.shape[:-1], -1, math.gcd(_BLOCK, sizes.shape[-1]))
   scale = jnp.abs(rest).max(-1)
   rest = jnp.round(rest / jnp.where(scale == 0, 1, scale)[..., None] * _STEPS).astype(jnp.int8).reshape(sizes.shape)
-  codes = (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).reshape(*stack, -1, *outputs)
-  return {"codes": codes, "sizes": rest, "size_scales": scale, "size_means": mean}
+  return {"codes": _packed(index, stack, outputs), "sizes": rest, "size_scales": scale, "size_means": mean}
+
+
+def _int4(blocks):
+  """(steps, least values, codes 0 to 15) of blocks [..., t, p]: of the steps tried, those of least square error."""
+  low, high = blocks.min(-2, keepdims=True), blocks.max(-2, keepdims=True)
+
+  def coded(share):
+    step = ((high - low) * share / 15).astype(jnp.bfloat16)
+    wide = step.astype(blocks.dtype)
+    least = ((high + low) / 2 - 7.5 * wide).astype(jnp.bfloat16)
+    rest = blocks - least.astype(blocks.dtype)
+    index = jnp.clip(jnp.round(rest / jnp.where(wide == 0, 1, wide)), 0, 15)
+    return step.squeeze(-2), least.squeeze(-2), index, jnp.square(index * wide - rest).sum(-2, keepdims=True)
+
+  def better(best, share):
+    error = coded(share)[-1]
+    return jax.tree.map(lambda a, b: jnp.where(error < best[1], a, b), (share, error), best), None
+
+  one = jnp.ones_like(low)
+  (share, _), _ = jax.lax.scan(better, (one, coded(one)[-1]), jnp.asarray(_SHARES, blocks.dtype))
+  return coded(share)[:3]
+
+
+def _packed(index, stack, outputs):
+  """Codes below 16, two of adjacent inputs in a byte: [*stack, d / 2, *O]."""
+  pairs = index.reshape(*stack, -1, 2, math.prod(outputs))
+  return (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).reshape(*stack, -1, *outputs)
 
 
 def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
   """The matrix [*stack, d, *O] of its parts, computed in float32 (float64 for that dtype)."""
   codes, sizes, wide = parts["codes"], parts["sizes"], jnp.promote_types(dtype, jnp.float32)
+  if qtype == "table":
+    return (codes.astype(wide) * (sizes.astype(wide) / _STEPS)).astype(dtype)
   stack, outputs = codes.shape[:depth], codes.shape[depth + 1 :]
   codes = codes.reshape(*stack, codes.shape[depth], -1)
   if qtype == "nf4":
@@ -72,9 +116,12 @@ def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
     rest = sizes.astype(wide).reshape(*scale.shape[:-1], -1) * scale / _STEPS
     sizes = parts["size_means"].astype(wide) + rest.reshape(sizes.shape)
     share = _levels(jnp.stack([codes & 15, codes >> 4], -2), wide)
+  elif qtype == "int4":
+    sizes, share = sizes.astype(wide), jnp.stack([codes & 15, codes >> 4], -2).astype(wide)
   else:
     sizes, share = sizes.astype(wide), codes.astype(wide) / _STEPS
   blocks = share.reshape(*sizes.shape[:-1], -1, sizes.shape[-1]) * sizes[..., None, :]
+  blocks = blocks + parts["least"].astype(wide)[..., None, :] if qtype == "int4" else blocks
   return blocks.reshape(*stack, -1, *outputs).astype(dtype)
 
 
@@ -113,6 +160,22 @@ class QuantizedLinearGeneral(nnx.LinearGeneral):
     return y + jnp.expand_dims(self.bias[...].astype(dtype), tuple(range(y.ndim - len(self.out_features))))
 
 
+class QuantizedTable(TiedTable):
+  """A table of int8 rows: codes [V, D], and a size for each row [V, 1]; it has no Param `embedding`."""
+
+  qtype: str
+
+  def __call__(self, inputs):
+    parts = {name: jnp.take(getattr(self, name)[...], inputs, axis=0) for name in NAMES["table"]}
+    return dequantize(parts, "table", self.dtype)
+
+  def attend(self, query):
+    parts: Any = self
+    codes, sizes = parts.codes[...].astype(self.dtype), parts.sizes[...][:, 0]
+    y = dense.contract_transposed(query.astype(self.dtype), codes, 1, None, sizes.dtype)
+    return (y * jnp.expand_dims(sizes / _STEPS, tuple(range(y.ndim - 1)))).astype(self.dtype)
+
+
 class QuantizedMoe(RoutedMoe):
   """`RoutedMoe` whose matrices are in few bits: Variables such as `wi_0_codes` [E, d, p] in place of Params."""
 
@@ -128,8 +191,8 @@ class QuantizedMoe(RoutedMoe):
     split = find_split(self, x_BTD.shape)
     if split is not None and split.width:
       raise ConfigError(
-        f"lora_weight_qtype={self.qtype} keeps the blocks of experts whole, but the mesh divides their width over "
-        f"{', '.join(split.width)}; use lora_weight_qtype=bfloat16, or ici_expert_parallelism"
+        f"{self.qtype} keeps the blocks of experts whole, but the mesh divides their width over "
+        f"{', '.join(split.width)}; use ici_expert_parallelism, or lora_weight_qtype=bfloat16"
       )
     return super().experts(x_BTD, index_BTk, weight_BTk)
 
@@ -143,28 +206,58 @@ def quantize_layer(layer: Any, label: str, qtype: str) -> None:
   plain, has_adapter = nnx.LinearGeneral, hasattr(layer, "lora")
   if type(layer) is not (adapted(plain) if has_adapter else plain):
     raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
-  _replace(layer, "kernel", label, qtype, len(layer.in_features), len(layer.out_features))
-  object.__setattr__(layer, "__class__", adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral)
+  kind = adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral
+  _replace(layer, "kernel", f"lora_weight_qtype={qtype}: {label}", qtype, kind)
 
 
 def quantize_experts(module: RoutedMoe, name: str, label: str, qtype: str) -> None:
   """Puts the parts in place of one of the experts' matrices. Raises ConfigError as `quantize_layer`."""
   if not module.sparse:
     raise ConfigError(f"lora_weight_qtype={qtype} of {label} goes with sparse_matmul=true, not false")
-  _replace(module, name, label, qtype, 1, 1, f"{name}_")
-  object.__setattr__(module, "__class__", QuantizedMoe)
+  _replace(module, name, f"lora_weight_qtype={qtype}: {label}", qtype, QuantizedMoe)
 
 
-def _replace(layer: Any, name: str, label: str, qtype: str, in_axes: int, out_axes: int, prefix: str = "") -> None:
-  """Puts the parts of a Param in its place, each under `prefix` and its own name."""
-  kernel = getattr(layer, name)
+def places(model: Any, quantization: str) -> dict[str, tuple[Any, str, str]]:
+  """{label: (module, name, form)} of the Params that `quantization`, int8w or int4w, holds in few bits: those of dense
+  layers, experts and vocabulary, but not of routers."""
+  (layers, vocabulary), found = WEIGHTS[quantization], {}
+  modules = [(slash_path(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+  routers = {id(node.gate) for _, node in modules if isinstance(node, RoutedMoe)}
+  for label, node in modules:
+    if isinstance(node, RoutedMoe):
+      found |= {f"{label}/{name}": (node, name, layers) for name in (*node.branches, "wo")}
+    elif isinstance(node, nnx.LinearGeneral) and id(node) not in routers:
+      found[f"{label}/kernel"] = node, "kernel", vocabulary if isinstance(node, OutputProjection) else layers
+    elif isinstance(node, nnx.Embed) and label == "token_embedder":
+      found[f"{label}/embedding"] = node, "embedding", "table"
+  return found
+
+
+def narrow(model: Any, quantization: str) -> Any:
+  """Puts the parts in place of all Params of `places`, and returns the model. Raises ConfigError for odd inputs."""
+  for label, (module, name, form) in places(model, quantization).items():
+    kind = QuantizedMoe if isinstance(module, RoutedMoe) else QuantizedLinearGeneral
+    _replace(module, name, f"quantization={quantization}: {label}", form, QuantizedTable if form == "table" else kind)
+  return model
+
+
+def matrix_axes(module: Any) -> tuple[int, int]:
+  """Axes of inputs and of outputs of a module's matrices; further ones number stacked layers or experts."""
+  dense_layer = isinstance(module, nnx.LinearGeneral)
+  return (len(module.in_features), len(module.out_features)) if dense_layer else (1, 1)
+
+
+def _replace(layer: Any, name: str, what: str, qtype: str, kind: type) -> None:
+  """Puts the parts of a Param in its place, each under its own name; of experts behind that of the matrix."""
+  kernel, (in_axes, out_axes) = getattr(layer, name), matrix_axes(layer)
   depth, axes = kernel.ndim - in_axes - out_axes, kernel.get_metadata().get("axes")
-  if (inputs := math.prod(kernel.shape[depth : depth + in_axes])) % 2:
-    raise ConfigError(f"lora_weight_qtype={qtype}: {label} has {inputs} inputs, of which no two make a pair")
+  if (inputs := math.prod(kernel.shape[depth : depth + in_axes])) % 2 and qtype != "table":
+    raise ConfigError(f"{what} has {inputs} inputs, of which no two make a pair")
   for part, x in quantize(kernel[...], qtype, depth, in_axes).items():
-    setattr(layer, prefix + part, variable := Frozen(x))
+    setattr(layer, f"{name}_{part}" if kind is QuantizedMoe else part, variable := Frozen(x))
     if axes is not None:
       whole = (*axes[: depth + 1], *axes[depth + in_axes :])
       variable.set_metadata(axes=whole if part == "codes" else (*axes[:depth], None, None))
   delattr(layer, name)
   layer.qtype = qtype
+  object.__setattr__(layer, "__class__", kind)

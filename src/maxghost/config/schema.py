@@ -16,6 +16,8 @@ from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, reweighting_parts, value_problems
 from maxghost.config.values import MOST, ConfigError
 
+WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that are not trained
+
 
 def key(default: Any, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None) -> Any:
   """A config field; `choices` or `minimum`/`maximum` bound the value."""
@@ -96,6 +98,8 @@ class ModelConfig:
   dtype: str = key("float32", choices=("float32", "bfloat16", "float64"))
   weight_dtype: str = key("float32", choices=("float32", "bfloat16", "float64"))
   matmul_precision: str = key("default", choices=("default", "high", "highest"))
+  quantization: str = key("", choices=("", "int8", "fp8", *WEIGHTS_ONLY))
+  quantize_kvcache: bool = key(False)
   attention: str = key("autoselected", choices=("autoselected", "dot_product", "blockwise", "flash"))
   scan_layers: bool = key(True)
   remat_policy: str = key("minimal", choices=("none", "minimal", "full"))

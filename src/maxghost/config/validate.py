@@ -132,6 +132,19 @@ def experts(v: Values) -> Iterator[str]:
     yield f"{v['load_balance_loss_weight']} balances experts, but num_experts=1; use load_balance_loss_weight=0.0"
 
 
+def quantization(v: Values) -> Iterator[str]:
+  if v.quantize_kvcache and v.objective == "grpo":
+    yield f"{v['quantize_kvcache']} samples from another model than objective=grpo trains; use quantize_kvcache=false"
+  if v.quantization not in ("int8", "fp8"):
+    return
+  given = v["quantization"]
+  if v.lora_rank:
+    below = f"lora_weight_qtype=int8 below {v['lora_rank']}"
+    yield f"{given} is for weights that are trained; use quantization='', and {below}"
+  if v.num_experts > 1 and not v.sparse_matmul:
+    yield f"{given} multiplies tokens with their own experts; use sparse_matmul=true, not false"
+
+
 def multi_token(v: Values) -> Iterator[str]:
   if not (given := v.mtp_num_layers and v["mtp_num_layers"]):
     return
@@ -395,6 +408,8 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
   if curvature == "hessian" and v.ghost_val_every > 1:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
+  if curvature == "hessian" and v.quantization in ("int8", "fp8"):
+    yield f"{v[key]} takes second derivatives, which {v['quantization']} has not; use {key}={none}, or quantization=''"
   own = plugins.OBJECTIVES[v.objective].validated_by or v.objective
   own_losses = any((plugins.without_objective(text)[1] or own) != v.objective for text in v.ghost_val_sets or ("",))
   clips = direction == "marginal" and v.gradient_clipping_threshold > 0
@@ -413,6 +428,7 @@ def scoring(v: Values) -> Iterator[str]:
     "further_tokens": (v.ghost_enabled and v.mtp_num_layers > 0, "mtp_num_layers", "0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
     "clipping": (v.ghost_enabled and clips, "ghost_direction", "path"),
+    "rounding": (v.ghost_enabled and v.quantization in ("int8", "fp8"), "quantization", "''"),
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
   named = {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()}
@@ -522,9 +538,10 @@ def slices_apart(v: Values) -> Iterator[str]:
 
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
-  heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, multi_token, segments, offloading,
-  mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences, rollouts,
-  distillation, validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model, slices_apart,
+  heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, quantization, multi_token, segments,
+  offloading, mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences,
+  rollouts, distillation, validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
+  slices_apart,
 ]  # fmt: skip
 
 

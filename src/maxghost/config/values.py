@@ -111,14 +111,15 @@ def guarded(name: str) -> Callable[[Callable[..., int | None]], Callable[..., in
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
-  """The valid names most like `name`, best first: spelt alike, then with it as a word, else with it anywhere."""
+  """The valid names most like `name`, best first: spelt alike, then sharing a word, else with it anywhere."""
   plain = {candidate.lower().replace("-", "_"): candidate for candidate in valid}
   if (wanted := name.lower().replace("-", "_")) in plain:
     return [plain[wanted]]
   alike = difflib.get_close_matches(wanted, plain, n=len(plain) or 1)
   likeness = [difflib.SequenceMatcher(a=candidate, b=wanted).ratio() for candidate in alike]
   found = sorted(candidate for candidate, ratio in zip(alike, likeness, strict=True) if ratio == likeness[0])
-  found += [candidate for candidate in plain if f"_{wanted}_" in f"_{candidate}_" and candidate not in found]
+  words = lambda part, whole: f"_{part}_" in f"_{whole}_"  # noqa: E731
+  found += [name for name in plain if name not in found and (words(wanted, name) or (name and words(name, wanted)))]
   if not found and len(wanted) >= 2:
     found = [candidate for candidate in plain if wanted in candidate]
   return [plain[candidate] for candidate in found[:limit]]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost.rules import Rule, rule
-from maxghost.models import dense
+from maxghost.models import dense, rounding
 
 
 def matrix_scores(call, x, b, direction, count: int):
   """<b, x u> for every set: x [..., *I], b [..., *O]; factors of all sets share one product with x and one with b."""
-  wide, precision = jnp.promote_types(x.dtype, jnp.float32), getattr(call.module, "precision", None)
+  wide, precision = jnp.promote_types(x.dtype, jnp.float32), rounding.plain(getattr(call.module, "precision", None))
 
   def along(u):
     if math.prod(u.shape[count:]) <= math.prod(u.shape[:count]):
@@ -53,7 +53,9 @@ class LinearRule(Rule):
       return super().score(call, name, direction)
     x, b = call.args[0], call.cotangent
     x = x.astype(call.module.dtype or jnp.result_type(x, b))
-    return matrix_scores(call, x, b, direction, self.num_inputs(call.module))
+    inputs = self.num_inputs(call.module)
+    x, b = rounding.operands(call.module.precision, x, b, inputs, b.ndim - x.ndim + inputs)
+    return matrix_scores(call, x, b, direction, inputs)
 
   def num_inputs(self, module) -> int:
     return 1
@@ -87,7 +89,9 @@ class EmbedRule(Rule):
   def score(self, call, name, direction):
     (x,), b = call.args, call.cotangent
     if call.method == "attend":  # x = h [..., D], cotangent delta [..., V]: the table is the weight of h Eᵀ
-      return matrix_scores(call, b.astype(call.module.dtype), x, direction, 1)
+      b = b.astype(call.module.dtype)
+      x, b = rounding.operands(getattr(call.module, "precision", None), x, b)
+      return matrix_scores(call, b, x, direction, 1)
     if direction.full is not None:
       return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0), b) for u_VD in direction.full])
     # <b, Q[id] R> = <b Rᵀ, Q[id]> for every set: left [K, V, r], right [K, r, D]

@@ -18,7 +18,7 @@ from maxghost.ghost.directions import Direction
 from maxghost.ghost.probed import LayerPasses, filled, zero_cotangent
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule, matrix_scores
-from maxghost.models import attention, dense, moe
+from maxghost.models import attention, dense, moe, rounding
 from maxghost.models.grouped_matmul import product
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
@@ -94,7 +94,7 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
 
   def back(name: str, g_RO):
-    return product(g_RO, module.matrix(params, name), rows.sizes_E, module.precision, contract=2)
+    return product(g_RO, module.matrix(params, name), rows.sizes_E, rounding.back(module.precision), contract=2)
 
   def narrow(name: str, g_RO):  # the cotangent of an adapter's x a
     return back(f"{name}_lora_b", g_RO) * jnp.asarray(module.lora_scale, g_RO.dtype)
@@ -113,10 +113,12 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
 
 def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
   """Scores of one Param by token, [K, n, length]; the factors of all sets share one product with x and one with g."""
-  wide = jnp.promote_types(g_RO.dtype, jnp.float32)
+  wide, precision = jnp.promote_types(g_RO.dtype, jnp.float32), rounding.plain(module.precision)
+  if not name.endswith("_bias"):
+    x_RI, g_RO = rounding.operands(module.precision, x_RI, g_RO)
 
   def along(u):
-    along_RO = rows.of_expert(u) if name.endswith("_bias") else product(x_RI, u, rows.sizes_E, module.precision)
+    along_RO = rows.of_expert(u) if name.endswith("_bias") else product(x_RI, u, rows.sizes_E, precision)
     return (rows.own(along_RO).astype(wide) * g_RO.astype(wide)).sum(-1)
 
   if direction.full is not None:
@@ -125,8 +127,8 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
     sets, experts, inputs, rank = direction.left.shape
     left_EIq = jnp.moveaxis(direction.left.astype(x_RI.dtype), 0, 2).reshape(experts, inputs, sets * rank)
     right_EqO = jnp.moveaxis(direction.right.astype(g_RO.dtype), 0, 1).reshape(experts, sets * rank, -1)
-    x_Rq = rows.own(product(x_RI, left_EIq, rows.sizes_E, module.precision, wide))
-    g_Rq = rows.own(product(g_RO, right_EqO, rows.sizes_E, module.precision, wide, contract=2))
+    x_Rq = rows.own(product(x_RI, left_EIq, rows.sizes_E, precision, wide))
+    g_Rq = rows.own(product(g_RO, right_EqO, rows.sizes_E, precision, wide, contract=2))
     rows_KR = (x_Rq * g_Rq).reshape(-1, sets, rank).sum(-1).T
   return jnp.stack([rows.sums(row_R).reshape(-1, length) for row_R in rows_KR])
 

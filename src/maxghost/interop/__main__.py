@@ -1,4 +1,4 @@
-"""`maxghost checkpoint convert|compare|inspect|rescale|hf`: tools for checkpoints of any layout."""
+"""`maxghost checkpoint convert|compare|inspect|rescale|quantize|hf`: tools for checkpoints of any layout."""
 
 import functools
 import sys
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from maxghost.checkpoint import compare, inspect_checkpoint
 from maxghost.config.values import did_you_mean, print_problem
-from maxghost.interop import convert, hf_checkpoint, huggingface, linen_scaling
+from maxghost.interop import convert, hf_checkpoint, huggingface, linen_scaling, quantize
 
 _TOOLS = {
   "convert": (convert.main, "from one layout to another: Linen, NNX, maxghost, parameters alone"),
   "compare": (functools.partial(compare.main, opener=huggingface.open_tree), "are two checkpoints equal"),
   "inspect": (functools.partial(inspect_checkpoint.main, opener=huggingface.open_tree), "what a checkpoint holds"),
   "rescale": (linen_scaling.main, "attention factor into or out of the query weights (MaxText)"),
+  "quantize": (quantize.main, "weights in int8 or int4, for maxghost generate"),
   "hf": (hf_checkpoint.main, "import or export a Hugging Face model folder"),
 }
 

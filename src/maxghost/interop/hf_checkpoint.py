@@ -78,6 +78,7 @@ def export_model(
   run with adapters, to merge into the parameters. Raises ConfigError.
   """
   place = model_path.find(source)
+  model_path.check_whole(place, "an export")
   cfg = cfg or place.config
   if cfg is None:
     raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")

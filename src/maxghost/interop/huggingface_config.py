@@ -28,9 +28,10 @@ _MOST_PARTS = 1_000_000
 _PACKING = ("quantization_config", "compression_config")
 # Keys that change memory, time, rounding or training, and leave the meaning of the parameters as it is.
 _HOW_COMPUTED = frozenset({
-  "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "attention",
-  "scan_layers", "remat_policy", "segment_lengths", "offload_to_host", "z_loss_multiplier",
-  "num_vocab_tiling", "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight", "sparse_matmul",
+  "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "quantization",
+  "quantize_kvcache", "attention", "scan_layers", "remat_policy", "segment_lengths", "offload_to_host",
+  "z_loss_multiplier", "num_vocab_tiling", "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight",
+  "sparse_matmul",
 })  # fmt: skip
 _SCALING = {
   "llama3.1": {*_LLAMA3, "original_max_position_embeddings"},

@@ -8,6 +8,7 @@ from maxghost import config
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, locate, read_json
 from maxghost.config import Config
 from maxghost.config.files import write_text
+from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import naming
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
@@ -55,6 +56,13 @@ def find(path: str | Path, key: str = "") -> ModelPlace:
       if (file := candidate / CONFIG_FILE).is_file():
         return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
     return ModelPlace(folder, None, None)
+
+
+def check_whole(place: ModelPlace, what: str) -> None:
+  """Raises ConfigError where the model's weights are in few bits."""
+  if place.config and (held := place.config.model.quantization) in WEIGHTS_ONLY:
+    said = f"{place.tree} holds weights in {held}, which are for maxghost generate"
+    raise LayoutError(f"{said}; {what} needs the checkpoint that they were made of")
 
 
 def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:

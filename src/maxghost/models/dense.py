@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from maxghost.models import autodiff
+from maxghost.models import autodiff, rounding
 
 
 def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
@@ -37,14 +37,20 @@ def _num_contracted(lhs, dimension_numbers) -> int:
 def contract(x, w, count, precision=None, out_dtype=None):
   """x[..., *I] and w[*I, *O] -> [..., *O] with `count` axes in I."""
   dims = ((tuple(range(x.ndim - count, x.ndim)), tuple(range(count))), ((), ()))
-  return lax.dot_general(x, w, dims, precision=precision, preferred_element_type=out_dtype)
+  return _dot(x, w, dims, precision, out_dtype)
 
 
 def contract_transposed(g, w, count, precision=None, out_dtype=None):
   """g[..., *O] and w[*I, *O] -> [..., *I]: the product with the transposed weight, without transposing it."""
   outputs = w.ndim - count
   dims = ((tuple(range(g.ndim - outputs, g.ndim)), tuple(range(count, w.ndim))), ((), ()))
-  return lax.dot_general(g, w, dims, precision=precision, preferred_element_type=out_dtype)
+  return _dot(g, w, dims, precision, out_dtype)
+
+
+def _dot(x, w, dims, precision, out_dtype):
+  if isinstance(precision, rounding.Rounded):
+    return precision.dot(x, w, dims, out_dtype)
+  return lax.dot_general(x, w, dims, precision=precision, preferred_element_type=out_dtype)
 
 
 def outer_sum(x, g, count, outputs, precision=None, out_dtype=None):
@@ -60,10 +66,24 @@ def _forward(count, precision, out_dtype, x, w):
 
 
 def _backward(count, precision, out_dtype, residuals, g):
-  x, w = residuals
-  dw = outer_sum(x, g, count, w.ndim - count, precision, w.dtype)
+  (x, w), outputs = residuals, residuals[1].ndim - count
+  used = rounding.operands(precision, x, g, count, outputs)
+  dw = outer_sum(*used, count, outputs, rounding.plain(precision), w.dtype)
   g, dw = autodiff.barrier(g, dw)
-  return contract_transposed(g, w, count, precision, x.dtype), dw
+  return contract_transposed(g, w, count, rounding.back(precision), x.dtype), dw
+
+
+def _tied_backward(precision, residuals, g):
+  x, w = residuals
+  x_used, g_used = rounding.operands(precision, x, g)
+  dw = outer_sum(g_used, x_used, 1, 1, rounding.plain(precision), w.dtype)
+  return contract(g, w, 1, rounding.back(precision), x.dtype), dw
+
+
+# tied(precision, x, w): x [..., D] times the transpose of a table w [V, D].
+tied = autodiff.with_backward(
+  lambda precision, x, w: (contract_transposed(x, w, 1, precision), (x, w)), _tied_backward, nondiff_argnums=(0,)
+)
 
 
 _dense = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1, 2))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxghost.models import autodiff
+from maxghost.models import autodiff, rounding
 
 # Rows of one product on CPU. More rows make a product faster; fewer waste less of each group's last product.
 _BLOCK, _OUTER_BLOCK = 64, 128
@@ -22,7 +22,7 @@ def grouped_matmul(x_RI, w_GIO, sizes_G, precision=None):
   On CPU, where XLA multiplies every row with every matrix, one product per block of rows (`_blocks`); elsewhere
   `jax.lax.ragged_dot`. Both gradients are grouped products too. Under `autodiff.forward_mode` plain `ragged_dot`.
   """
-  if autodiff.in_forward_mode():
+  if autodiff.in_forward_mode() and not isinstance(precision, rounding.Rounded):
     return lax.ragged_dot(x_RI, w_GIO, sizes_G, precision)
   return _grouped(precision, x_RI, w_GIO, sizes_G)
 
@@ -33,8 +33,9 @@ def _forward(precision, x_RI, w_GIO, sizes_G):
 
 def _backward(precision, residuals, g_RO):
   x_RI, w_GIO, sizes_G = residuals
-  dx_RI = product(g_RO, w_GIO, sizes_G, precision, contract=2).astype(x_RI.dtype)
-  return dx_RI, outer_sums(x_RI, g_RO, sizes_G, precision).astype(w_GIO.dtype), autodiff.no_cotangent(sizes_G)
+  dx_RI = product(g_RO, w_GIO, sizes_G, rounding.back(precision), contract=2).astype(x_RI.dtype)
+  dw_GIO = outer_sums(*rounding.operands(precision, x_RI, g_RO), sizes_G, rounding.plain(precision))
+  return dx_RI, dw_GIO.astype(w_GIO.dtype), autodiff.no_cotangent(sizes_G)
 
 
 _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
@@ -42,6 +43,11 @@ _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 
 def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 1):
   """As `grouped_matmul`, without its backward pass; contract=2: times the transposed matrices. dtype: of the result."""
+  if isinstance(precision, rounding.Rounded):
+    (x, x_scale), (w, w_scale_G) = precision.codes(x_R, (1,), precision.cotangent), precision.codes(w_GIO, (contract,))
+    y = product(x, w, sizes_G, None, precision.sum_type(x_scale.dtype, x_R, (1,)), contract=contract)
+    scale_R = jnp.repeat(w_scale_G.squeeze(contract), sizes_G, axis=0, total_repeat_length=x_R.shape[0])
+    return rounding.named((y.astype(x_scale.dtype) * x_scale * scale_R).astype(dtype or x_R.dtype))
   turned = lambda w: w if contract == 1 else w.swapaxes(1, 2)  # noqa: E731
   ragged = lambda x, w, sizes: lax.ragged_dot(x, turned(w), sizes, precision, dtype)  # noqa: E731
   blocks = functools.partial(_blocks, contract=contract, precision=precision, dtype=dtype)

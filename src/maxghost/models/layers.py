@@ -16,6 +16,7 @@ from flax import nnx
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
 from maxghost.models import dense
+from maxghost.models.rounding import Rounded
 from maxghost.parallel.shardings import setting
 
 # Logical axes of activations: hidden states, the heads of queries, of keys and values, and the feed-forward width.
@@ -85,8 +86,9 @@ def keys_for_adapters(dropout_key):
   return setting(adapter_keys, keys)
 
 
-def precision(cfg: ModelConfig):
-  return None if cfg.matmul_precision == "default" else cfg.matmul_precision
+def precision(cfg: ModelConfig) -> Any:
+  plain = None if cfg.matmul_precision == "default" else cfg.matmul_precision
+  return Rounded(cfg.quantization, plain) if cfg.quantization in ("int8", "fp8") else plain
 
 
 def norm(cfg: ModelConfig, num_features: int | None = None, *, rngs: nnx.Rngs) -> nnx.Module:

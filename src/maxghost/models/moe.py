@@ -8,6 +8,7 @@ Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 t
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from maxghost.config.schema import ModelConfig
+from maxghost.config.values import ConfigError
 from maxghost.models.autodiff import no_cotangent, with_backward
 from maxghost.models.grouped_matmul import grouped_matmul
 from maxghost.models.layers import HIDDEN, gated, linear, precision
+from maxghost.models.rounding import Rounded, plain
 from maxghost.parallel import shardings
 
 
@@ -214,7 +217,8 @@ class RoutedMoe(nnx.Module):
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
     self.sums_to_one, self.sparse, self.has_bias = cfg.norm_topk_prob, cfg.sparse_matmul, cfg.mlp_bias
     self.dtype, self.precision, self.wo_shape = jnp.dtype(cfg.dtype), precision(cfg), (experts, width, embed)
-    self.gate = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
+    self.gate: Any = linear(cfg, embed, experts, ("embed", None), rngs=rngs, std=embed**-0.5, use_bias=cfg.mlp_bias)
+    self.gate.precision = plain(self.precision)  # a rounded router would send tokens to other experts
 
     shapes = dict.fromkeys(self.branches, (embed, width)) | {"wo": (width, embed)}
     axes = dict.fromkeys(self.branches, ("embed", "mlp")) | {"wo": ("mlp", "embed")}
@@ -263,6 +267,11 @@ class RoutedMoe(nnx.Module):
     if not self.sparse:
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
     split, arrays = find_split(self, x_BTD.shape), (params, x_BTD, index_BTk, weight_BTk)
+    if split is not None and split.width and isinstance(self.precision, Rounded):
+      raise ConfigError(
+        f"quantization={self.precision.kind} has one scale for a sum over the experts' width, but the mesh divides it "
+        f"over {', '.join(split.width)}; use ici_expert_parallelism"
+      )
     return self.experts_sorted(*arrays) if split is None else split.run(self.experts_sorted, *arrays)
 
   def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):

@@ -4,16 +4,26 @@ B batch, T positions, D embed dim, V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.models import dense
 from maxghost.models.layers import Hidden
+from maxghost.models.rounding import Rounded
 from maxghost.parallel.shardings import constrain
 
 
 class TiedTable(nnx.Embed):
   """A token embedding [V, D] that is also the output projection."""
+
+  precision: Any = None
+
+  def attend(self, query):
+    if not isinstance(self.precision, Rounded):
+      return super().attend(query)
+    return dense.tied(self.precision, query.astype(self.dtype), self.embedding[...].astype(self.dtype))
 
   def losses(self, tiles: Callable, x_BTD, targets_BT, weights_BT):
     """The loss of each position, [B, T], by tiles of `attend`."""
@@ -50,8 +60,7 @@ class OutputHead(nnx.Module):
   def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling):
     """The loss of each position, [B, T], as of whole `logits`, by tiles (`objectives.tiled.Head`)."""
     projection = self.projection
-    tied = isinstance(projection, TiedTable)
-    dtype, precision = jnp.dtype(projection.dtype), None if tied else projection.precision
+    tied, dtype, precision = isinstance(projection, TiedTable), jnp.dtype(projection.dtype), projection.precision
     tiles = tiling.of(tied=tied, dtype=dtype, precision=precision, soft_cap=self.soft_cap)
     return projection.losses(tiles, self._normed(hidden), targets_BT, weights_BT)
 

@@ -9,10 +9,13 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from maxghost.models import segments, streaming
+from maxghost.models import rounding, segments, streaming
 
 _POLICIES = {
-  "minimal": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+  "minimal": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    jax.checkpoint_policies.save_only_these_names(rounding.PRODUCT),
+  ),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 

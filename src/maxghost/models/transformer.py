@@ -13,7 +13,7 @@ from flax import nnx
 from maxghost.config.schema import Config, ModelConfig
 from maxghost.models import moe, stack
 from maxghost.models.decoder_layer import DecoderLayer, LayerCycle
-from maxghost.models.layers import HIDDEN, Hidden, dtypes, linear, norm
+from maxghost.models.layers import HIDDEN, Hidden, dtypes, linear, norm, precision
 from maxghost.models.multi_token import MultiTokenBlock
 from maxghost.models.output_head import OutputHead, OutputProjection, TiedTable
 from maxghost.parallel.shardings import constrain
@@ -32,7 +32,7 @@ class Decoder(nnx.Module):
     else:
       for i in range(self.num_layers):
         setattr(self, f"layers_{i}", DecoderLayer(cfg, i % cycle, rngs=rngs))
-    self.decoder_norm = norm(cfg, rngs=rngs)
+    self.decoder_norm, self.quantize_kvcache = norm(cfg, rngs=rngs), cfg.quantize_kvcache
     self.has_positions = cfg.trainable_position_size > 0
     if self.has_positions:
       self.position_embedder = embedding(cfg, cfg.trainable_position_size, (None, "embed"), std=0.02, rngs=rngs)
@@ -68,7 +68,9 @@ class Transformer(nnx.Module):
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     self.tied = cfg.logits_via_embedding
     std, kind = (cfg.base_emb_dim**-0.5, TiedTable) if self.tied else (1.0, nnx.Embed)
-    self.token_embedder = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs, layer_type=kind)
+    self.token_embedder: Any = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs, layer_type=kind)
+    if self.tied:
+      self.token_embedder.precision = precision(cfg) if cfg.quantization else None
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
     self.soft_cap = cfg.final_logits_soft_cap

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxghost.models import autodiff, dense
+from maxghost.models import autodiff, dense, rounding
 from maxghost.objectives.cross_entropy import d_logits_of, label_of, loss_of
 from maxghost.parallel import shardings
 
@@ -68,12 +68,13 @@ class Head:
 
   def d_inputs(self, delta, w, out_dtype=None):
     product = dense.contract if self.tied else dense.contract_transposed
-    return product(delta, w, 1, self.precision, out_dtype or self.dtype)
+    return product(delta, w, 1, rounding.back(self.precision), out_dtype or self.dtype)
 
   def d_table(self, x, delta):
     """The table's gradient from some tokens or some of the vocabulary, float32 or wider."""
+    x, delta = rounding.operands(self.precision, x, delta)
     left, right = (delta, x) if self.tied else (x, delta)
-    return dense.outer_sum(left, right, 1, 1, self.precision, self.wide)
+    return dense.outer_sum(left, right, 1, 1, rounding.plain(self.precision), self.wide)
 
   def split_vocab(self, table, axis: int):
     """[..., V, ...] -> [n, ..., v, ...], padded with zeros.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.models import attention
+from maxghost.models.rounding import Rounded
 from maxghost.parallel import shardings
 
 
@@ -24,13 +25,16 @@ class Prompt:
   lengths_B: tokens of each row; later positions are padding. size: S of a layer without a window.
   """
 
+  quantized = False  # as the model says, see `_held`
+
   def __init__(self, lengths_B, size: int):
     self._lengths_B, self._size = lengths_B, size
     self.entries: list[tuple] = []
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
-    size = min(self._size, options.get("window") or self._size)
-    self.entries.append(tuple(_slots(x.swapaxes(1, 2), self._lengths_B, size) for x in (k_BTKh, v_BTKh)))
+    size, held = min(self._size, options.get("window") or self._size), _held(self, k_BTKh, v_BTKh)
+    self.entries.append(tuple(_slots(x.swapaxes(1, 2), self._lengths_B, size) for x in held))
+    k_BTKh, v_BTKh = _restored(held, q_BTHh.dtype)
     return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
 
 
@@ -41,6 +45,8 @@ class Continuation:
   most so many are in any row, and only their slots are read; None: all.
   """
 
+  quantized = False
+
   def __init__(self, kept, counts_B, visible: int | None = None):
     self._kept, self._counts_B, self._visible = list(kept), counts_B, visible
     self.entries: list[tuple] = []
@@ -50,15 +56,31 @@ class Continuation:
     scale=None,
   ):  # fmt: skip
     """Attention of the new tokens over their row, which is one document, so that segment ids are not read."""
-    k_BKSh, v_BKSh = (x[:, :, : self._visible] for x in self._kept[len(self.entries)])
-    self.entries.append(new := (k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2)))
+    kept = [x[:, :, : self._visible] for x in self._kept[len(self.entries)]]
+    k_BKSh, v_BKSh = kept = _restored(kept, q_BTHh.dtype)
+    self.entries.append(held := _held(self, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2)))
     held_B1S = held_positions(self._counts_B, k_BKSh.shape[2])[:, None]
     index_T = jnp.arange(q_BTHh.shape[1])
     seen_BTS = jnp.broadcast_to(held_B1S >= 0, (*q_BTHh.shape[:2], k_BKSh.shape[2]))
     if window:
       seen_BTS &= held_B1S > (self._counts_B[:, None] + index_T[None] - window)[..., None]
     shape = attention.Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
-    return _attend(q_BTHh, (k_BKSh, v_BKSh), new, (seen_BTS, shape.mask(index_T, index_T)), sinks_H, shape)
+    new = _restored(held, q_BTHh.dtype)
+    return _attend(q_BTHh, kept, new, (seen_BTS, shape.mask(index_T, index_T)), sinks_H, shape)
+
+
+def _held(cache: Any, *keys_and_values) -> tuple:
+  """What is kept of keys and values: themselves, or with `quantize_kvcache` int8 codes and a scale for each head."""
+  if not cache.quantized:
+    return keys_and_values
+  return tuple(part for x in keys_and_values for part in Rounded("int8").codes(x, (x.ndim - 1,)))
+
+
+def _restored(held, dtype):
+  """The keys and values of `_held`. Attention reads these alone, so that no value depends on when it was kept."""
+  if len(held) == 2:
+    return held
+  return [(codes.astype(scale.dtype) * scale).astype(dtype) for codes, scale in zip(held[::2], held[1::2], strict=True)]
 
 
 def held_positions(counts_B, num_slots: int):
@@ -102,6 +124,7 @@ def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Call
     entries = []
     for i in range(decoder.num_layers):
       cache = open_cache(None if kept is None else kept[i])
+      cache.quantized = decoder.quantize_kvcache
       hidden = getattr(decoder, f"layers_{i}")(hidden, *layer_inputs, cache=cache)
       entries.append(cache.entries)
     return hidden, entries
@@ -110,6 +133,7 @@ def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Call
   def body(hidden, scanned):
     state, kept = scanned
     cache = open_cache(kept)
+    cache.quantized = decoder.quantize_kvcache
     hidden = nnx.merge(graphdef, state)(hidden, *layer_inputs, cache=cache)
     return hidden, cache.entries
 

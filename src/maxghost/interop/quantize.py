@@ -1,0 +1,174 @@
+"""Writes the weights of a model in few bits: int8 or int4, matrix by matrix as they are read.
+
+Exit code 0: written and verified; 1: the written checkpoint differs (nothing is left); 2: refused.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxghost import config
+from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint, without_value
+from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray, full_path, open_at
+from maxghost.config.arguments import Parser
+from maxghost.config.families import FAMILIES
+from maxghost.config.schema import WEIGHTS_ONLY, ModelConfig
+from maxghost.config.values import guarded
+from maxghost.data import tokenizer_files
+from maxghost.data.tokenizers import load_tokenizer
+from maxghost.interop import model_path
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
+from maxghost.interop.convert_plan import Target, make_plan
+from maxghost.interop.huggingface import open_tree
+
+_PIECE = 1 << 22
+
+
+def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
+  """The model of any layout with the parts of its matrices in their place, made as they are read. Imports JAX.
+
+  Raises LayoutError for MaxText's query weights, and where the checkpoint has no such matrix.
+  """
+  from flax import nnx
+
+  from maxghost import models
+  from maxghost.adapters.quantized import NAMES, matrix_axes, places
+
+  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+  if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
+    raise LayoutError(
+      f"{raw.origin} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale"
+    )
+  plain = nnx.eval_shape(lambda: models.create(dataclasses.replace(model, quantization=""), rngs=nnx.Rngs(0)))
+  found = {
+    re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
+    for label, (module, _, form) in places(plain, quantization).items()
+  }
+  held: dict[StoredArray, tuple] = {}
+  for (path, _), ref in checkpoint.params.leaves.items():
+    if (label := "/".join(path)) in found:
+      held[ref.array] = (None if ref.index is None else ref.axis, *found[label])
+  if missing := found.keys() - {"/".join(path) for path, _ in checkpoint.params.leaves}:
+    raise LayoutError(f"{raw.origin} has no {min(missing)}, which {quantization} narrows")
+  nodes = {}
+  for path, node in raw.nodes.items():
+    if node not in held:
+      nodes[path] = node
+      continue
+    own = without_value(path)
+    for name in NAMES[held[node][1]]:
+      new = name if own[-1] in ("kernel", "embedding") else f"{own[-1]}_{name}"  # of experts, behind their name
+      place = (*own[:-1], new, *path[len(own) :])
+      nodes[place] = _part(dataclasses.replace(node, path=place), node, name, *held[node])
+  return dataclasses.replace(raw, nodes=nodes)
+
+
+def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, form: str, in_axes: int, out_axes: int):
+  """A part of a matrix, or of a stack of matrices along `axis` and of experts, quantised one by one as it is read.
+
+  Where a matrix has one axis of outputs (a table: of rows), those asked for are read, _PIECE numbers at a time.
+  """
+  import jax
+
+  from maxghost.adapters.quantized import quantize
+
+  run = jax.jit(functools.partial(quantize, qtype=form, depth=0, in_axes=in_axes))
+  inner = [size for i, size in enumerate(source.shape) if i != axis]
+  lead = len(inner) - in_axes - out_axes
+  one = jax.eval_shape(run, jax.ShapeDtypeStruct(tuple(inner[lead:]), source.dtype))[name]
+  shape = [*inner[:lead], *one.shape]
+  place = None if axis is None else min(axis, len(shape))
+  if axis is not None and place is not None:
+    shape.insert(place, source.shape[axis])
+  along = (
+    0 if form == "table" else -1 if out_axes == 1 else None
+  )  # the axis, of matrix and part, that is cut into pieces
+  step = max(1, _PIECE * inner[lead:][along] // math.prod(inner[lead:])) if along is not None else 0
+
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+    whole = [slice(*(index[i] if index else slice(None)).indices(size)) for i, size in enumerate(shape)]
+    layers = [slice(0, 1)] if place is None else [whole.pop(place)]
+    counts = [s.stop - s.start for s in (*layers, *whole)]
+    out, cut = np.empty(counts, one.dtype), whole[lead:]
+    begin, end = (0, 1) if along is None else (cut[along].start, cut[along].stop)
+    for at in np.ndindex(*counts[: 1 + lead]):
+      where = [slice(s.start + i, s.start + i + 1) for s, i in zip((*layers, *whole[:lead]), at, strict=True)]
+      for first in range(begin, end, step or 1):
+        asked, taken, into = [slice(0, n) for n in inner[lead:]], [*cut], [slice(None)] * len(cut)
+        if along is not None:
+          asked[along], taken[along] = slice(first, last := min(first + step, end)), slice(None)
+          into[along] = slice(first - begin, last - begin)
+        block = [*where[1:], *asked]
+        if axis is not None:
+          block.insert(axis, where[0])
+        w = source.read(tuple(block))
+        part = run(w.reshape([n for i, n in enumerate(w.shape) if i != axis][lead:]))[name]
+        out[at][tuple(into)] = np.asarray(part)[tuple(taken)]
+    return out[0] if place is None else np.moveaxis(out, 0, place)
+
+  return dataclasses.replace(like, shape=tuple(shape), dtype=np.dtype(one.dtype), read=read, chunk_nbytes=0)
+
+
+def quantize_checkpoint(
+  source: str | Path,
+  target: str | Path,
+  quantization: str,
+  *,
+  cfg: config.Config | None = None,
+  ram_bytes: int = DEFAULT_RAM_BYTES,
+  say: Callable[[str], None] = print,
+) -> config.Config:
+  """Writes the parameters of a model of any layout as the new folder `target`, which `maxghost generate` reads.
+
+  cfg: the configuration of the model, where none lies beside it. Holds one matrix, and ram_bytes of others. Raises
+  ConfigError.
+  """
+  place = model_path.find(source)
+  cfg, target = cfg or place.config, full_path(target)
+  if cfg is None:
+    raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
+  model_path.check_whole(place, f"quantising to {quantization}")
+  if cfg.adapter.lora_rank:
+    raise LayoutError(
+      f"{source} holds adapters; merge them first: maxghost checkpoint hf export BASE FOLDER --adapter {source}"
+    )
+  cfg = config.replace(cfg, quantization=quantization, load_parameters_path=str(target), run_name=target.name)
+  check_target(open_tree(place.tree), target)
+  checkpoint = read_checkpoint(
+    quantized(open_tree(place.tree), cfg.model, quantization), ReadOptions(keep_unknown=True)
+  )
+  layers, cycle = (SCANNED, cfg.model.inhomogeneous_layer_cycle_interval) if cfg.model.scan_layers else (UNSCANNED, 0)
+  plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
+  check_space(checkpoint.raw, plan, target)
+  with new_folder(target) as temporary:
+    where = Location(item=temporary / "items", step=temporary)
+    write_plan(checkpoint.raw, plan, where, ram_bytes)
+    check_written(checkpoint, open_at(where, str(target)), params_only=True, ram_bytes=ram_bytes)
+    if (data := cfg.data).tokenizer_path:
+      tokenizer, folder = load_tokenizer(data.tokenizer_type, data.tokenizer_path), temporary / tokenizer_files.FOLDER
+      tokenizer_files.save(tokenizer, data.tokenizer_type, folder, data.chat_template_path)
+    model_path.keep_huggingface(place, cfg, temporary)
+    config.save(cfg, temporary / model_path.CONFIG_FILE)
+  size = sum(leaf.nbytes for leaf in plan.leaves)
+  say(f"written {target}: {quantization}, {size / 1e6:.1f} MB, verified byte by byte; maxghost generate {target}")
+  return cfg
+
+
+@guarded("quantize")
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="maxghost checkpoint quantize", description="The weights of a model in int8 or int4.")
+  parser.add_argument("source", metavar="MODEL", help="run, checkpoint of any layout, imported or Hugging Face folder")
+  parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
+  parser.add_argument("--quantization", choices=WEIGHTS_ONLY, required=True)
+  parser.add_argument("--config", help="config.yml of the model, where none lies beside it")
+  parser.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory beside one matrix")
+  args = parser.parse(argv)
+  cfg = config.load(args.config) if args.config else None
+  quantize_checkpoint(args.source, args.target, args.quantization, cfg=cfg, ram_bytes=int(args.ram_mb * 1e6))
+  return 0
