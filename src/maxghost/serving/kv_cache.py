@@ -57,7 +57,7 @@ class Continuation:
   ):  # fmt: skip
     """Attention of the new tokens over their row, which is one document, so that segment ids are not read."""
     kept = [x[:, :, : self._visible] for x in self._kept[len(self.entries)]]
-    k_BKSh, v_BKSh = kept = _restored(kept, q_BTHh.dtype)
+    kept = k_BKSh, _ = _restored(kept, q_BTHh.dtype)
     self.entries.append(held := _held(self, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2)))
     held_B1S = held_positions(self._counts_B, k_BKSh.shape[2])[:, None]
     index_T = jnp.arange(q_BTHh.shape[1])
