@@ -162,7 +162,7 @@ def quantize_checkpoint(
 
 @guarded("quantize")
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(prog="maxghost checkpoint quantize", description="The weights of a model in int8 or int4.")
+  parser = Parser(prog="maxghost checkpoint quantize", description=__doc__)
   parser.add_argument("source", metavar="MODEL", help="run, checkpoint of any layout, imported or Hugging Face folder")
   parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
   parser.add_argument("--quantization", choices=WEIGHTS_ONLY, required=True)

@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from maxghost.models import autodiff, rounding
 
@@ -47,7 +48,8 @@ def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 
     (x, x_scale), (w, w_scale_G) = precision.codes(x_R, (1,), precision.cotangent), precision.codes(w_GIO, (contract,))
     y = product(x, w, sizes_G, None, precision.sum_type(x_scale.dtype, x_R, (1,)), contract=contract)
     scale_R = jnp.repeat(w_scale_G.squeeze(contract), sizes_G, axis=0, total_repeat_length=x_R.shape[0])
-    return rounding.named((y.astype(x_scale.dtype) * x_scale * scale_R).astype(dtype or x_R.dtype))
+    scaled = (y.astype(x_scale.dtype) * x_scale * scale_R).astype(dtype or x_R.dtype)
+    return checkpoint_name(scaled, rounding.PRODUCT)
   turned = lambda w: w if contract == 1 else w.swapaxes(1, 2)  # noqa: E731
   ragged = lambda x, w, sizes: lax.ragged_dot(x, turned(w), sizes, precision, dtype)  # noqa: E731
   blocks = functools.partial(_blocks, contract=contract, precision=precision, dtype=dtype)

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 # The code of the largest value. 127.5 for int8 would put it on a tie, which the last bit of its scale decides.
 _FORMS = {"int8": (jnp.int8, 127.0), "e4m3": (jnp.float8_e4m3fn, 448.0), "e5m2": (jnp.float8_e5m2, 57344.0)}
-PRODUCT = "rounded_product"
+PRODUCT = "rounded_product"  # by this name a remat policy keeps a product in place of its wider sums
 _LONGEST = 2**31 // 127**2  # products of int8 whose sum always fits in int32
 
 
@@ -53,7 +53,7 @@ class Rounded:
     of_rows = x.ndim - len(of_x)  # axes of the result
     a_scale = jnp.expand_dims(a_scale.squeeze(of_x), tuple(range(of_rows, y.ndim)))
     b_scale = jnp.expand_dims(b_scale.squeeze(of_w), tuple(range(of_rows)))
-    return named((y.astype(a_scale.dtype) * a_scale * b_scale).astype(out_dtype or x.dtype))
+    return checkpoint_name((y.astype(a_scale.dtype) * a_scale * b_scale).astype(out_dtype or x.dtype), PRODUCT)
 
   def sum_type(self, wide, x, axes: tuple[int, ...]):
     """The dtype of sums along `axes`. Raises ValueError where they may exceed it."""
@@ -62,11 +62,6 @@ class Rounded:
       use = "use num_vocab_tiling with vocab_tiling_axis=vocab, or quantization=fp8"
       raise ValueError(f"a sum of {length} int8 products may exceed int32, which holds {_LONGEST}; {use}")
     return jnp.int32 if self.kind == "int8" else wide
-
-
-def named(y):
-  """The product `y` by the name under which a remat policy keeps it, in place of its wider sums."""
-  return checkpoint_name(y, PRODUCT)
 
 
 def _codes(x, axes, dtype, bound: float):
