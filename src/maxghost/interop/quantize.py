@@ -15,7 +15,7 @@ import numpy as np
 from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, StoredArray, full_path, open_at
+from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
 from maxghost.config.arguments import Parser
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import WEIGHTS_ONLY, ModelConfig
@@ -23,7 +23,7 @@ from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import model_path
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_space, check_target, check_written, new_folder, write_plan
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_target, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
@@ -42,9 +42,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
 
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
-    raise LayoutError(
-      f"{raw.origin} holds query weights as MaxText wants them; rescale first: maxghost checkpoint rescale"
-    )
+    raise LayoutError(f"{raw.origin} holds MaxText's query weights; rescale first: maxghost checkpoint rescale")
   plain = nnx.eval_shape(lambda: models.create(dataclasses.replace(model, quantization=""), rngs=nnx.Rngs(0)))
   found = {
     re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
@@ -86,9 +84,7 @@ def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, f
   place = None if axis is None else min(axis, len(shape))
   if axis is not None and place is not None:
     shape.insert(place, source.shape[axis])
-  along = (
-    0 if form == "table" else -1 if out_axes == 1 else None
-  )  # the axis, of matrix and part, that is cut into pieces
+  along = 0 if form == "table" else -1 if out_axes == 1 else None  # axis of matrix and part that is cut into pieces
   step = max(1, _PIECE * inner[lead:][along] // math.prod(inner[lead:])) if along is not None else 0
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -116,14 +112,9 @@ def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, f
 
 
 def quantize_checkpoint(
-  source: str | Path,
-  target: str | Path,
-  quantization: str,
-  *,
-  cfg: config.Config | None = None,
-  ram_bytes: int = DEFAULT_RAM_BYTES,
-  say: Callable[[str], None] = print,
-) -> config.Config:
+  source: str | Path, target: str | Path, quantization: str, *, cfg: config.Config | None = None,
+  ram_bytes: int = DEFAULT_RAM_BYTES, say: Callable[[str], None] = print,
+) -> config.Config:  # fmt: skip
   """Writes the parameters of a model of any layout as the new folder `target`, which `maxghost generate` reads.
 
   cfg: the configuration of the model, where none lies beside it. Holds one matrix, and ram_bytes of others. Raises
@@ -140,16 +131,11 @@ def quantize_checkpoint(
     )
   cfg = config.replace(cfg, quantization=quantization, load_parameters_path=str(target), run_name=target.name)
   check_target(open_tree(place.tree), target)
-  checkpoint = read_checkpoint(
-    quantized(open_tree(place.tree), cfg.model, quantization), ReadOptions(keep_unknown=True)
-  )
+  raw = quantized(open_tree(place.tree), cfg.model, quantization)
+  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   layers, cycle = (SCANNED, cfg.model.inhomogeneous_layer_cycle_interval) if cfg.model.scan_layers else (UNSCANNED, 0)
   plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
-  check_space(checkpoint.raw, plan, target)
-  with new_folder(target) as temporary:
-    where = Location(item=temporary / "items", step=temporary)
-    write_plan(checkpoint.raw, plan, where, ram_bytes)
-    check_written(checkpoint, open_at(where, str(target)), params_only=True, ram_bytes=ram_bytes)
+  with written(checkpoint, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:
     if (data := cfg.data).tokenizer_path:
       tokenizer, folder = load_tokenizer(data.tokenizer_type, data.tokenizer_path), temporary / tokenizer_files.FOLDER
       tokenizer_files.save(tokenizer, data.tokenizer_type, folder, data.chat_template_path)
