@@ -131,9 +131,9 @@ def test_tokens_add_up_to_the_query_of_the_whole_answer(dtype, tolerance, tmp_pa
     weighted = np.isin(np.arange(24), places)[None]
     val = batch | {"targets_segmentation": np.where(weighted, 1, 0).astype(np.int32)}
     _, factor, (whole_MR,) = sketcher.respond(fresh, batch, (val,))
-    _, sketch_AMR = sketcher.ask(fresh, sketcher.step(fresh, batch), batch, places)
-  assert not np.asarray(sketch_AMR[-1]).any()
-  expected = np.asarray(3 * factor * whole_MR)
+    sketch_AMR = np.asarray(sketcher.ask(fresh, sketcher.step(fresh, batch), batch, places)[1])
+    expected = 3 * float(factor) * np.asarray(whole_MR)
+  assert sketch_AMR.dtype == dtype and not sketch_AMR[-1].any()
   np.testing.assert_allclose(sketch_AMR.sum(0), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
