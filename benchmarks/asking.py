@@ -81,13 +81,15 @@ def measure(run: Path, answer: int, rounds: int) -> None:
   opened, begin = time.perf_counter() - begin, time.perf_counter()
   sources.warm_up(64)
   warm, before, rng = time.perf_counter() - begin, _measure.peak_bytes(), np.random.default_rng(2)
-  found, searched = [], []
+  found, searched, cpu = [], [], []
   texts = [line[2] for line in sources.index.ids]
   for number in range(rounds + 1):
     prompt, own = rng.integers(97, 123, 30), rng.integers(97, 123, answer)
     if number == 0:
       prompt = np.frombuffer(b"which text is like this one? ", np.uint8)
+    used = time.process_time()
     seconds = sources.of_answer(prompt.tolist(), own.tolist())["seconds"]
+    cpu.append(time.process_time() - used)
     begin = time.perf_counter()
     sources._asked(np.concatenate([prompt, own]), answer)
     found.append(seconds)
@@ -95,7 +97,8 @@ def measure(run: Path, answer: int, rounds: int) -> None:
   size = sum(path.stat().st_size for path in (run / "index").iterdir())
   print(json.dumps({
     "chunks": len(texts), "answer tokens": answer, "open, s": opened, "compile, s": warm, "first, s": found[0],
-    "question, s": float(np.median(found[1:])), "of it search, s": float(np.median(searched[1:])),
+    "question, s": float(np.median(found[1:])), "question, CPU s": float(np.median(cpu[1:])),
+    "of it search, s": float(np.median(searched[1:])),
     "index, MB": size / 1e6, "peak, MB": _measure.peak_bytes() / 1e6, "before questions, MB": before / 1e6,
   }))  # fmt: skip
 

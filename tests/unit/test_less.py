@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 
 from maxghost import attribute, config, optimizers
-from maxghost.attribution import less, offline
+from maxghost.attribution import index, less, offline
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.offline import Point
 from maxghost.training import state
@@ -116,7 +116,7 @@ def is_adam(x):
 def scored(cfg, points, corpora, folder, num_directions) -> dict:
   documents, asked, queries, _ = corpora
   offline.build_index(cfg, iter(points), documents, folder, 3, 3, num_directions, "less")
-  about = offline.open_index(folder, STEPS)
+  about = index.open_index(folder, STEPS)
   found = offline.nearest(cfg, iter(points), folder, about, queries, asked, top=about["chunks"])["ask"]
   assert [chunk["contribution"] for chunk in found] == sorted((c["contribution"] for c in found), reverse=True)
   return {(chunk["path"], chunk["chunk"]): (chunk["contribution"], chunk["standard_error"]) for chunk in found}

@@ -115,9 +115,10 @@ class Index:
     """f32[N]: the scores fused with those of the words of the query's text."""
     return words.fused(score_N, self._words.scores(text)) if self._words else score_N
 
-  def scores(self, asked: list[np.ndarray], by: str = SIMILARITY) -> np.ndarray:
-    """f32[Q, N]: the contributions with NATS, else the mean over blocks and checkpoints."""
-    plain, found_QN = by == NATS or not self._held[0][1], np.zeros((len(asked[0]), len(self.ids)), np.float32)
+  def scores(self, asked: list[np.ndarray], by: str = SIMILARITY, among: np.ndarray | None = None) -> np.ndarray:
+    """f32[Q, N]: the contributions with NATS, else the mean over blocks and checkpoints. among: only these chunks."""
+    count = len(self.ids) if among is None else len(among)
+    plain, found_QN = by == NATS or not self._held[0][1], np.zeros((len(asked[0]), count), np.float32)
     for sketch_QMR, (held_NMR, more) in zip(asked, self._held, strict=True):
       _, blocks, size = held_NMR.shape
       if plain:
@@ -125,22 +126,24 @@ class Index:
       else:
         weight_QMR = np.einsum("qmr,mrs->qms", _parted(sketch_QMR)[1], more["inverse_MRR"], optimize=True)
         weight_QMR *= _peak(size) / 127 / blocks / len(asked)
-      weight_QD = weight_QMR.reshape(len(weight_QMR), -1).astype(np.float32)
-      for start in range(0, len(self.ids), _BLOCK):
-        here = slice(start, start + _BLOCK)
-        part_NMR = held_NMR[here].astype(np.float32)
+      wide = np.float32 if more else held_NMR.dtype  # kept whole, also the precision is
+      weight_QD = weight_QMR.reshape(len(weight_QMR), -1).astype(wide)
+      for start in range(0, count, _BLOCK):
+        place = slice(start, start + _BLOCK)
+        here = place if among is None else among[place]
+        part_NMR = held_NMR[here].astype(wide)
         if plain and more:
           part_NMR *= more["norm_NM"][here, :, None]
-        found_QN[:, here] += weight_QD @ part_NMR.reshape(len(part_NMR), -1).T
+        found_QN[:, place] += weight_QD @ part_NMR.reshape(len(part_NMR), -1).T
     return found_QN
 
   def products(self, asked: list[np.ndarray], chunks) -> np.ndarray:
     """f32[Q, n, G]: estimates of the contributions of some chunks by each group, summed over the checkpoints."""
     total: Any = 0.0
     for sketch_QMR, (held_NMR, more) in zip(asked, self._held, strict=True):
-      part_NMR, size = held_NMR[chunks].astype(np.float32), held_NMR.shape[-1]
+      part_NMR, size = held_NMR[chunks], held_NMR.shape[-1]
       if more:
-        part_NMR *= more["norm_NM"][chunks, :, None] * (_peak(size) / 127)
+        part_NMR = part_NMR * (more["norm_NM"][chunks, :, None] * np.float32(_peak(size) / 127))
       part_GND, sketch_GQD = self._grouped(part_NMR), self._grouped(sketch_QMR)
       total = total + (sketch_GQD @ part_GND.swapaxes(1, 2)) * (self.groups / size)
     return np.moveaxis(total, 0, -1)

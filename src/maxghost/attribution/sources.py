@@ -23,6 +23,7 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.objectives.base import BATCH_ARRAYS
 
 TOKEN_TOP = 3  # documents of each token
+_AMONG = 8192  # chunks, the most similar to the whole answer, among which the documents of its tokens are sought
 _LENGTHS = tuple(2**power for power in range(6, 21))  # of the rows for which a query is compiled
 _PLACES = 8  # tokens of a compiled call
 
@@ -71,17 +72,19 @@ class Sources:
     ids_T = np.array([*prompt_ids, *answer_ids], np.int32)
     logp_A, tokens = self._asked(ids_T, num)
     asked = [np.concatenate([token_AMR.sum(0, keepdims=True), token_AMR]) for token_AMR in tokens]
-    score_QN = self.index.scores(asked)
-    score_QN[0] = self.index.hybrid(score_QN[0], self.tokenizer.decode(ids_T).decode("utf-8", "replace"))
-    best = [_best(score_N, TOKEN_TOP if q else top) for q, score_N in enumerate(score_QN)]
-    more = sorted({n for of_token in best[1:] for n in of_token} - {*best[0]}, key=lambda n: -score_QN[0, n])
+    (similar_N,) = self.index.scores([one[:1] for one in asked])
+    score_N = self.index.hybrid(similar_N, self.tokenizer.decode(ids_T).decode("utf-8", "replace"))
+    among = np.union1d(_best(similar_N, _AMONG), _best(score_N, top))
+    of_tokens = self.index.scores([one[1:] for one in asked], among=among)
+    best = [_best(score_N, top), *(among[_best(one, TOKEN_TOP)].tolist() for one in of_tokens)]
+    more = sorted({n for of_token in best[1:] for n in of_token} - {*best[0]}, key=lambda n: -score_N[n])
     chosen = [*best[0], *more]
     product_QNG = self.index.products(asked, np.array(chosen))
     nats_QN, error_N = product_QNG.mean(-1), standard_error(product_QNG[0])
     ids = [dict(zip(KEYS, self.index.ids[n], strict=True)) for n in chosen]
     texts, trained = self._texts_of(chosen), self._trained([tuple(one.values())[:4] for one in ids])
     documents = [
-      {"id": "{domain}:{path}:{offset}+{chunk}".format(**one), **one, "text": text, "score": float(score_QN[0, n]),
+      {"id": "{domain}:{path}:{offset}+{chunk}".format(**one), **one, "text": text, "score": float(score_N[n]),
        "nats": float(nats_QN[0, i]), "standard_error": float(error_N[i]), "token_nats": nats_QN[1:, i].tolist(),
        "trained": steps}
       for i, (n, one, text, steps) in enumerate(zip(chosen, ids, texts, trained, strict=True))

@@ -184,6 +184,24 @@ function focusToken(i) {
 
 const nats = (document, group) => group.tokens.reduce((sum, token) => sum + (document.token_nats[token] || 0), 0);
 
+// The words of the answer that a document helped most: {text: nats}, each text once, with its best place.
+function helpedWords(document) {
+  const words = [];
+  let between = true;
+  for (const group of groups) {
+    if (between || /^\s/.test(group.text)) words.push({ text: "", value: 0 });
+    const word = words.at(-1);
+    word.text += group.text;
+    word.value += nats(document, group);
+    between = /\s$/.test(group.text);
+  }
+  const best = new Map();
+  for (const { text, value } of words.sort((a, b) => b.value - a.value)) {
+    if (value > 0 && text.trim() && !best.has(visible(text))) best.set(visible(text), value);
+  }
+  return [...best].slice(0, 4);
+}
+
 // The documents of the whole answer (i = -1), or of one group of tokens.
 function pick(i) {
   picked = i;
@@ -201,10 +219,10 @@ function pick(i) {
   $("sources-title").replaceChildren(...(group ? ["Sources of ", make("q", "", visible(group.text))] : ["Sources of the whole " + (model.chat ? "answer" : "continuation")]));
   $("all").hidden = !group;
   const pressed = model.chat ? "of the answer" : "of the text";
-  const said = found.documents.length ? "Documents that most lowered its loss" : "The index has no documents";
-  about(group ? "Documents that most lowered the loss of this token." : `${said}, found in ${found.seconds.toFixed(2)} s. Press a token ${pressed} for its own.`);
+  const said = found.documents.length ? "Documents behind it" : "The index has no documents";
+  about(group ? "Documents behind this token alone." : `${said}, found in ${found.seconds.toFixed(2)} s. Press a token ${pressed} for its own.`);
   $("about").title = found.unit;
-  $("method").textContent = clean([`Found by ${found.method}.`, ...(found.notes || [])].join(" "));
+  $("method").textContent = clean([found.method.replace(/^./, (letter) => letter.toUpperCase()) + ".", ...(found.notes || [])].join(" "));
   const largest = Math.max(...rows.map((row) => Math.abs(row.value) + (row.error || 0)), 1e-30);
   const least = Math.min(0, ...rows.map((row) => row.value - (row.error || 0)));
   $("documents").replaceChildren(...rows.map((row, rank) => card(row, rank, least, largest)));
@@ -224,10 +242,9 @@ function card({ document: source, value, error }, rank, least, largest) {
   const worth = make("span", "worth", make("b", "", number(value)), " nats");
   if (error !== null) worth.append(make("small", "", " \u00b1 " + number(error, 1).slice(1)));
   if (unsure) worth.title = "less than two standard errors from nothing";
-  const helped = make("span", "helped"), best = groups.map((group) => [nats(source, group), group]).filter(([v]) => v > 0).sort((a, b) => b[0] - a[0]).slice(0, 4);
-  const strongest = Math.max(...best.map(([v]) => v), 1e-30);
-  for (const [v, group] of best) {
-    const mark = make("span", "up" + Math.max(1, Math.round(v / strongest * LEVELS)), visible(group.text));
+  const helped = make("span", "helped"), best = helpedWords(source), strongest = best.length ? best[0][1] : 1;
+  for (const [word, v] of best) {
+    const mark = make("span", "up" + Math.max(1, Math.round(v / strongest * LEVELS)), word);
     helped.append(make("span", "", mark, " " + number(v)));
   }
   const excerpt = make("span", "excerpt", clean(source.text).replace(/\s+/g, " ").trim() || "(no visible characters)");
