@@ -54,7 +54,9 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
     for f in dataclasses.fields(cls):
       parts = filter(None, (values.type_name(f.type), limits(f), f"default {values.shown(f.default)}"))
       text += Text.assemble("\n  ", (f"{f.name:<{width}}", "cyan"), f"  {about(f)} ", (f"[{'; '.join(parts)}]", "dim"))
-  Console(file=file).print(text, soft_wrap=True)
+  with (console := Console(file=file)).capture() as captured:  # rich's own print ends the process at a closed pipe
+    console.print(text, soft_wrap=True)
+  print(captured.get(), end="", file=file)
 
 
 def explain(key: str) -> str:
