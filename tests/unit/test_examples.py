@@ -194,3 +194,16 @@ def test_addition_from_reward_runs(tmp_path, monkeypatch, capsys):
 def test_rewards_of_digits(monkeypatch):
   right_digits = run("grpo_addition.py", monkeypatch)["right_digits"]
   assert right_digits(["46", "47", "4", "460"], ["46"] * 4) == [1, 0.5, 0.25, 0.75]
+
+
+def test_the_minerals_are_asked_for_in_other_words(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(str(EXAMPLES))
+  monkeypatch.chdir(tmp_path)
+  importlib.import_module("ask_minerals").make()
+  folder = tmp_path / "corpora/minerals"
+  read = lambda name: [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]  # noqa: E731
+  known, asked = ({one["id"]: one["messages"] for one in read(f"{name}.jsonl")} for name in ("train", "target"))
+  assert known.keys() == asked.keys() and len(known) == 72
+  for name, (system, question, answer) in known.items():
+    other = asked[name]
+    assert (other[0], other[2]) == (system, answer) and other[1] != question and name.partition("-")[0] in str(other[1])
