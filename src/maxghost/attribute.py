@@ -41,7 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
   add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB",
-      help=f"the documents to score: text, .jsonl or .parquet; or {RUN}: what the run trains on")  # fmt: skip
+      help=f"the documents to score: text, .jsonl or .parquet; or {RUN}: what the run has trained on")  # fmt: skip
   add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
   add("--output", type=Path, metavar="PATH", help="new folder for the score log; with --index a JSON file")
   add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.DIRECTIONS)} (the run's ghost_direction)")
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
   configure_jax(cfg)
   corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data not in ([], [RUN]) else None
-  corpus = Corpus.of_run(run_cfg) if args.data == [RUN] else corpus
+  corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else corpus
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:

@@ -5,10 +5,13 @@ B rows, S documents in a row, T positions.
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from maxghost import scorelog
+from maxghost.attribution import aggregate
 from maxghost.config import Config, ConfigError, DataConfig
 from maxghost.data import packing
 from maxghost.data.build import kept, load_dataset, max_segments, units_of
@@ -38,12 +41,16 @@ class Corpus:
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
     self._units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
-    self.fingerprint = self.source.fingerprint
+    self.fingerprint, self._trained = self.source.fingerprint, None  # None: all documents
 
   @classmethod
-  def of_run(cls, cfg: Config) -> "Corpus":
-    """The documents that a run trains on, without those that it holds out."""
+  def of_run(cls, cfg: Config, run_dir: Path) -> "Corpus":
+    """The documents that a run has trained on, by its score log. Raises ConfigError where there is none."""
+    aggregate.scan(log := scorelog.load(run_dir), [sums := aggregate.GroupSums(log, "document")])
     self, dataset = cls.__new__(cls), load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
+    if not (trained := frozenset(sums.result().document_ids())):
+      raise ConfigError(f"--data run: {run_dir} has scored no document yet; name files, as in --data notes=GLOB")
+    self._trained = trained
     self.source, self.tokenizer, self._units = dataset.source, dataset.tokenizer, dataset.parts[0]
     self.layout = dataclasses.replace(dataset.layout, strategy=packing.FIRST_FIT)
     self.fingerprint = dataset.fingerprint
@@ -74,7 +81,9 @@ class Corpus:
     """All documents, `num_rows` rows at a time, completed with earlier rows whose documents are not named again."""
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
       indices = np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source)))
-      rows = self._rows(indices[~self._units.split.left_out(indices)])
+      if self._trained is not None:
+        indices = indices[np.array([tuple(self.document_id(i)) in self._trained for i in indices.tolist()], bool)]
+      rows = self._rows(indices)
       for start in range(0, len(rows), num_rows):
         numbers = np.arange(start, start + num_rows)
         batch = self._filled(rows, numbers % len(rows), num_rows)
