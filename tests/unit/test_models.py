@@ -192,6 +192,7 @@ OTHER = {
   "norm_topk_prob": False,
   "sparse_matmul": False,
   "num_vocab_tiling": 2,
+  "quantization": "int8",
 }
 YARN = {"rope_type": "yarn", "rope_factor": 2.0, "original_max_position_embeddings": 640, "beta_fast": 8.0}
 LLAMA3 = {"rope_type": "llama3.1", "rope_factor": 2.0, "original_max_position_embeddings": 40}
@@ -207,8 +208,11 @@ NEEDS = {
   "norm_topk_prob": EXPERTS, "sparse_matmul": EXPERTS, "mtp_loss_scaling_factor": {"mtp_num_layers": 1},
 }  # fmt: skip
 # Read by config.load: a file laid over the base; by the train state: where the weights live; by the loss
-# of training; by a tiled head; by the train step.
-ELSEWHERE = {"model_name", "offload_to_host", "load_balance_loss_weight", "vocab_tiling_axis", "qk_clip_threshold"}
+# of training; by a tiled head; by the train step; by the caches of generation.
+ELSEWHERE = {
+  "model_name", "offload_to_host", "load_balance_loss_weight", "vocab_tiling_axis", "qk_clip_threshold",
+  "quantize_kvcache",
+}  # fmt: skip
 
 
 def program_of(cfg, transform=jax.grad) -> str:
