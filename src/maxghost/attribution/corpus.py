@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from maxghost import scorelog
-from maxghost.attribution import aggregate
 from maxghost.config import Config, ConfigError, DataConfig
 from maxghost.data import packing
 from maxghost.data.build import kept, load_dataset, max_segments, units_of
@@ -41,16 +40,22 @@ class Corpus:
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
     self._units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
-    self.fingerprint, self._trained = self.source.fingerprint, None  # None: all documents
+    self.fingerprint, self._trained, self._chunks = self.source.fingerprint, None, None  # all documents
 
   @classmethod
   def of_run(cls, cfg: Config, run_dir: Path) -> "Corpus":
-    """The documents that a run has trained on, by its score log. Raises ConfigError where there is none."""
-    aggregate.scan(log := scorelog.load(run_dir), [sums := aggregate.GroupSums(log, "document")])
+    """What a run has trained on, by its score log: rows with a chunk of it, or where rows are cut from a stream
+    (concat_then_split) its documents. Raises ConfigError where there is none."""
+    trained = set()
+    for shard, rows in scorelog.load(run_dir).blocks():
+      domain, path = shard.texts("domain"), shard.texts("path")
+      keys = np.unique(rows[["domain", "path", "offset", "chunk"]]).tolist()
+      trained |= {(str(domain[d]), str(path[p]), offset, chunk) for d, p, offset, chunk in keys}
     self, dataset = cls.__new__(cls), load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
-    if not (trained := frozenset(sums.result().document_ids())):
+    if not trained:
       raise ConfigError(f"--data run: {run_dir} has scored no document yet; name files, as in --data notes=GLOB")
-    self._trained = trained
+    self._trained = {key[:3] for key in trained}
+    self._chunks = trained if dataset.layout.strategy == packing.FIRST_FIT else None
     self.source, self.tokenizer, self._units = dataset.source, dataset.tokenizer, dataset.parts[0]
     self.layout = dataclasses.replace(dataset.layout, strategy=packing.FIRST_FIT)
     self.fingerprint = dataset.fingerprint
@@ -84,10 +89,15 @@ class Corpus:
       if self._trained is not None:
         indices = indices[np.array([tuple(self.document_id(i)) in self._trained for i in indices.tolist()], bool)]
       rows = self._rows(indices)
-      for start in range(0, len(rows), num_rows):
+      chosen = np.arange(len(rows))
+      if self._chunks is not None:
+        places = zip(rows.document.tolist(), rows.offset.tolist(), strict=True)
+        known = np.array([(*self.document_id(index), offset) in self._chunks for index, offset in places], bool)
+        chosen = np.unique(np.repeat(chosen, np.diff(rows.row_ends, prepend=0))[known])
+      for start in range(0, len(chosen), num_rows):
         numbers = np.arange(start, start + num_rows)
-        batch = self._filled(rows, numbers % len(rows), num_rows)
-        batch.document_BS[numbers >= len(rows)] = -1
+        batch = self._filled(rows, chosen[numbers % len(chosen)], num_rows)
+        batch.document_BS[numbers >= len(chosen)] = -1
         yield batch
 
   def sample(self, domain: str, num_rows: int) -> tuple[Batch, int]:
