@@ -138,6 +138,18 @@ def test_any_order_of_arrival_gives_the_text_of_each_alone(model, batcher):
   assert (counters.generated_tokens, counters.prompt_tokens) == (48 * NEW, 12 * sum(map(len, PROMPTS)))
 
 
+def test_a_cache_in_int8_is_read_the_same_in_chunks_and_at_once():
+  """Codes and scales are kept by the engine, chunk by chunk and of shared beginnings, as the Generator keeps them."""
+  graphdef, state = nnx.split(tiny.make_model(tiny.make_config(quantize_kvcache=True)))
+  engine = Engine(graphdef, slots=2, cache_size=SIZE, prefill_chunk=CHUNK)
+  params, generator = engine.load_params(state), Generator(graphdef, SIZE)
+  kept = jax.tree.leaves(engine.init_decode_state().kept)
+  assert {x.dtype for x in kept} == {jnp.dtype("int8"), jnp.dtype("float32")}
+  for prompt in (PROMPTS[2], PROMPTS[2]):
+    new, _ = run(engine, params, prompt, NEW, slot=1)
+    assert new == generator.generate(state, [prompt], NEW).row(0).tolist()
+
+
 def test_nothing_is_compiled_for_a_request(served, batcher):
   found = []
 
