@@ -137,6 +137,7 @@ def test_the_scale_of_a_divided_sum_is_that_of_the_whole():
       np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.hf
 def test_qwix_has_the_same_integers(monkeypatch):
   """qwix ends int8 at 127.5, where every largest entry is a tie; with 127, products and input gradients are equal."""
   pytest.importorskip("qwix")
