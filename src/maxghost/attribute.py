@@ -94,8 +94,9 @@ def main(argv: list[str] | None = None) -> int:
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records) if args.data not in ([], [RUN]) else None
-  corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else corpus
+  corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
+  if corpus is None and args.data:
+    corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records)
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
@@ -221,7 +222,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   if not queries:
     return 0
   about = index.open_index(args.index, list(paths))
-  written = about.get("method", index.CONTRIBUTION)
+  written = about["method"]
   if args.method not in ("", written):
     raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
   unit, way = offline.UNIT, f"direction {about['direction']}"

@@ -56,16 +56,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--top_k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0 = all (0)")
   add("--top_p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of share P (1)")
-  add(
-    "--min_p", type=float, default=0.0, metavar="P", help="only tokens at least P times as likely as the likeliest (0)"
-  )
-  add(
-    "--repetition_penalty",
-    type=float,
-    default=1.0,
-    metavar="X",
-    help="above 1: less of what is in the text already (1)",
-  )
+  about = "only tokens at least P times as likely as the likeliest (0)"
+  add("--min_p", type=float, default=0.0, metavar="P", help=about)
+  about = "above 1: less of what is in the text already (1)"
+  add("--repetition_penalty", type=float, default=1.0, metavar="X", help=about)
   add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")

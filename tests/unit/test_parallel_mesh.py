@@ -308,6 +308,17 @@ def test_the_address_under_slurm(nodes, first, monkeypatch):
   assert rendezvous.of_launcher() == (f"{first}:1234", 3, 11)
 
 
+def test_a_first_process_that_is_missing_under_slurm_is_named(monkeypatch):
+  address = free_address()
+  named = {"STEP_NODELIST": "127.0.0.1", "JOB_ID": "7", "PROCID": "1", "NTASKS": "2"}
+  for name, value in named.items():
+    monkeypatch.setenv(f"SLURM_{name}", value)
+  monkeypatch.setenv("JAX_COORDINATOR_PORT", address.rpartition(":")[2])
+  monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", address)
+  with pytest.raises(ConfigError, match=f"process 1 did not meet process 0 at {address} within 1 s"):
+    distributed.start(parallel("jax_distributed_timeouts=1,10"))
+
+
 def test_the_address_under_open_mpi(monkeypatch):
   monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
   assert rendezvous.of_launcher() is None

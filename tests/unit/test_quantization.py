@@ -163,9 +163,12 @@ def test_what_is_not_exact_or_not_possible_is_refused():
     ({"quantization": "int8", "ghost_curvature": "hessian"}, "second derivatives"),
     ({"quantization": "fp8", "lora_rank": 4}, "lora_weight_qtype=int8"),
     ({"quantization": "int8", "num_experts": 4, "sparse_matmul": False}, "sparse_matmul=true"),
+    ({"quantization": "int8", "vocab_size": 151_936}, "use num_vocab_tiling=2 with vocab_tiling_axis=vocab"),
   ):
     with pytest.raises(ConfigError, match=said):
       tiny.make_config(**changes)
+  tiles = {"num_vocab_tiling": 2, "vocab_tiling_axis": "vocab"}
+  assert tiny.make_config(quantization="int8", vocab_size=151_936, **tiles).model.quantization == "int8"
   with pytest.raises(ValueError, match="no derivative beside"):
     jax.jvp(lambda x: INT8.rounded(x, (1,)), (jnp.ones((2, 3)),), (jnp.ones((2, 3)),))
   with pytest.raises(ValueError, match="133144"):

@@ -125,7 +125,8 @@ def build_index(
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
   if method == index.CONTRIBUTION:
     places = zip(documents, range(len(ids)), index.spans(ids), strict=True)
-    texts = ((n, corpus.text(number)[slice(*span)].decode("utf-8", "replace")) for number, n, span in places)
+    text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document come one behind the other
+    texts = ((n, text(number)[slice(*span)].decode("utf-8", "replace")) for number, n, span in places)
     names.append(words.write(folder, texts, len(ids)))
   about = {
     "version": index.VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
@@ -148,8 +149,7 @@ def nearest(
   better by more than 2 standard errors of the difference, which is smaller than the errors suggest, as both chunks have
   the same directions. tied: another chunk, shown or next, is within them.
   """
-  by = index.NATS if about.get("method") == index.LESS else by
-  method = METHODS[about.get("method", index.CONTRIBUTION)]
+  by, method = index.NATS if about["method"] == index.LESS else by, METHODS[about["method"]]
   sketcher = method(cfg, corpus.layout, len(next(iter(queries.values())).epoch_B), about["directions"])
   val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
   asked, step_batch, held = [], step_of(folder), index.Index(folder, about)

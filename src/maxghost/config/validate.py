@@ -20,6 +20,7 @@ BYTE_IDS = 259  # 256 bytes, and the begin, end and padding ids
 # Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
 # most, varies fastest.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
+INT8_TERMS = 2**31 // 127**2  # products of int8 whose sum always fits in int32
 
 
 class UnsoundError(LookupError):
@@ -141,6 +142,11 @@ def quantization(v: Values) -> Iterator[str]:
   if v.lora_rank:
     below = f"lora_weight_qtype=int8 below {v['lora_rank']}"
     yield f"{given} is for weights that are trained; use quantization='', and {below}"
+  terms = -(-v.vocab_size // (v.num_vocab_tiling if v.vocab_tiling_axis == "vocab" else 1))
+  if v.quantization == "int8" and terms > INT8_TERMS:
+    least, room = -(-v.vocab_size // INT8_TERMS), f"int32 holds {INT8_TERMS} int8 products"
+    way = f"num_vocab_tiling={least} with vocab_tiling_axis=vocab, or quantization=fp8"
+    yield f"{given} sums over {terms} of the {v['vocab_size']} words, and {room}; use {way}"
   if v.num_experts > 1 and not v.sparse_matmul:
     yield f"{given} multiplies tokens with their own experts; use sparse_matmul=true, not false"
 

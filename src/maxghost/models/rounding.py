@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from maxghost.config.validate import INT8_TERMS
+
 # The code of the largest value. 127.5 for int8 would put it on a tie, which the last bit of its scale decides.
 _FORMS = {"int8": (jnp.int8, 127.0), "e4m3": (jnp.float8_e4m3fn, 448.0), "e5m2": (jnp.float8_e5m2, 57344.0)}
 PRODUCT = "rounded_product"  # by this name a remat policy keeps a product in place of its wider sums
-_LONGEST = 2**31 // 127**2  # products of int8 whose sum always fits in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Rounded:
   def sum_type(self, wide, x, axes: tuple[int, ...]):
     """The dtype of sums along `axes`. Raises ValueError where they may exceed it."""
     length = math.prod(x.shape[axis] for axis in axes)
-    if self.kind == "int8" and length > _LONGEST:
+    if self.kind == "int8" and length > INT8_TERMS:
       use = "use num_vocab_tiling with vocab_tiling_axis=vocab, or quantization=fp8"
-      raise ValueError(f"a sum of {length} int8 products may exceed int32, which holds {_LONGEST}; {use}")
+      raise ValueError(f"a sum of {length} int8 products may exceed int32, which holds {INT8_TERMS}; {use}")
     return jnp.int32 if self.kind == "int8" else wide
 
 

@@ -65,13 +65,8 @@ _NEUTRAL = {
   "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
 }  # fmt: skip
 _KINDS = {
-  int: "a whole number",
-  float: "a number",
-  bool: "true or false",
-  str: "text",
-  list: "a list",
-  dict: "an object",
-}
+  int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "an object",
+}  # fmt: skip
 
 
 def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]:
