@@ -211,7 +211,7 @@ def test_splash_wants_whole_rows():
   (q, k, v), _ = arrays(length=16)
   cfg = config.replace(config.load(), ici_context_parallelism=2, ici_fsdp_parallelism=1)
   layout = Layout.of(cfg.parallel, jax.devices()[:2])
-  with use(layout), pytest.raises(ConfigError, match="use attention=dot_product, or ici_context_parallelism=1"):
+  with use(layout), pytest.raises(ConfigError, match="use attention=blockwise, or ici_context_parallelism=1"):
     splash(q, k, v, None)
 
 

@@ -5,14 +5,15 @@ B batch, T query positions, S key positions, D embed dim, H query heads, K key/v
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config import ConfigError, ModelConfig
-from maxghost.models import attention_blockwise, attention_flash, autodiff
-from maxghost.models.layers import HIDDEN, KEYS, QUERIES, linear, norm
+from maxghost.models import attention_blockwise, attention_flash, attention_ring, autodiff
+from maxghost.models.layers import HIDDEN, KEYS, QUERIES, RING_KEYS, linear, norm
 from maxghost.models.rotary import Rotary
 from maxghost.parallel import shardings
 
@@ -65,8 +66,9 @@ def attend(
   Args:
     segment_ids_BT: int32; positions with equal ids may attend to each other. None: one document per row.
     kernel: 'dot_product' (all scores at once); 'blockwise' (memory linear in T, on every backend; up to 1,024
-      positions run as four blocks that see only the keys up to their end); 'flash' (TPU: JAX's splash kernel; GPU:
-      cuDNN; blockwise under `autodiff.forward_mode`); or 'autoselected', see `resolve_kernel`.
+      positions run as four blocks that see only the keys up to their end; a ring of devices if a mesh splits the
+      positions); 'flash' (TPU: JAX's splash kernel; GPU: cuDNN; blockwise under `autodiff.forward_mode`); or
+      'autoselected', see `resolve_kernel`.
     window: a position sees itself and the window - 1 positions before it.
     sinks_H: a logit per head that enters the softmax without a value: [H], or [B, T, H] for a gradient per position.
     soft_cap: a score s becomes soft_cap * tanh(s / soft_cap). scale: of the scores, by default (width of q) ** -0.5.
@@ -80,9 +82,9 @@ def attend(
   shape = Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else float(scale), window, soft_cap)
   if kernel == "flash" and not autodiff.in_forward_mode():
     return attention_flash.attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT, sinks_H, shape, shardings.platform())
-  q_BKGTh = group_heads(q_BTHh, k_BSKh.shape[2])
-  k_BKSh, v_BKSh = k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
-  sinks_BKGT = None if sinks_H is None else _group_sinks(sinks_H, q_BKGTh)
+  if in_ring(kernel, num_positions):
+    return _around(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT, sinks_H, shape)
+  q_BKGTh, k_BKSh, v_BKSh, sinks_BKGT = _grouped(q_BTHh, k_BSKh, v_BSKh, sinks_H)
   operands = q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape
   if kernel == "flash" or (kernel == "blockwise" and num_positions > SHORT):
     out_BKGTh = attention_blockwise.attend(*operands)
@@ -91,7 +93,26 @@ def attend(
     bounds = [*range(0, num_positions, step), num_positions]
     blocks = [_causal_block(*operands, start, end) for start, end in itertools.pairwise(bounds)]
     out_BKGTh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
-  return out_BKGTh.transpose(0, 3, 1, 2, 4).reshape(*q_BTHh.shape[:3], v_BSKh.shape[-1])
+  return _ungrouped(out_BKGTh)
+
+
+def _around(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H, shape: Shape):
+  """`attend` where a mesh splits the positions: every device on its own, with the keys that come by."""
+  layout: Any = shardings.current()
+  axes = layout.rules.active(dict(reversed(layout.rules.rows))[QUERIES[1]])
+  size = layout.rules.parts(axes)
+  ring = attention_ring.Ring.of(axes, size, q_BTHh.shape[1] // size, shape.window)
+
+  def run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H):
+    *operands, sinks_BKGT = _grouped(q_BTHh, k_BTKh, v_BTKh, sinks_H)
+    return _ungrouped(attention_ring.attend(ring, shape, *operands, segment_ids_BT, sinks_BKGT))
+
+  return attention_flash.on_devices(run, layout, RING_KEYS, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H)
+
+
+def in_ring(kernel: str, num_positions: int) -> bool:
+  """Whether the keys go around a ring of devices, which have a part of the positions each."""
+  return resolve_kernel(kernel, num_positions) == "blockwise" and shardings.num_parts(QUERIES[1]) > 1
 
 
 def resolve_kernel(kernel: str, num_positions: int) -> str:
@@ -100,9 +121,9 @@ def resolve_kernel(kernel: str, num_positions: int) -> str:
     raise ConfigError(f"attention={kernel}: use dot_product, blockwise, flash or autoselected")
   if kernel != "autoselected":
     return kernel
-  if shardings.num_parts("activation_length") > 1:  # a block of queries would occupy only a few devices
-    return "dot_product"
-  return "blockwise" if shardings.platform() == "cpu" or num_positions > SHORT else "dot_product"
+  if num_positions > SHORT or (shardings.platform() == "cpu" and shardings.num_parts(QUERIES[1]) == 1):
+    return "blockwise"
+  return "dot_product"  # keys of short rows are gathered: a ring would send many small messages
 
 
 def largest_logits(q_BTHh, k_BSKh, segment_ids_BT=None, window: int | None = None):
@@ -151,6 +172,19 @@ def group_heads(q_BTHh, num_kv_heads: int):
   """[B, T, H, h] -> [B, K, G, T, h]."""
   batch, positions, heads, width = q_BTHh.shape
   return q_BTHh.reshape(batch, positions, num_kv_heads, heads // num_kv_heads, width).transpose(0, 2, 3, 1, 4)
+
+
+def _grouped(q_BTHh, k_BTKh, v_BTKh, sinks_H):
+  """(q [B, K, G, T, h], k and v [B, K, T, h], sinks [B, K, G, T] or None)."""
+  q_BKGTh = group_heads(q_BTHh, k_BTKh.shape[2])
+  sinks_BKGT = None if sinks_H is None else _group_sinks(sinks_H, q_BKGTh)
+  return q_BKGTh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), sinks_BKGT
+
+
+def _ungrouped(x_BKGTh):
+  """[B, K, G, T, h] -> [B, T, H, h]."""
+  batch, kv_heads, groups, positions, width = x_BKGTh.shape
+  return x_BKGTh.transpose(0, 3, 1, 2, 4).reshape(batch, positions, kv_heads * groups, width)
 
 
 def _group_sinks(sinks, q_BKGTh):
@@ -211,8 +245,9 @@ class SelfAttention(nnx.Module):
     if self.has_qk_norm:
       q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
     q_BTHh, k_BTKh = self.rotary(q_BTHh, positions_BT), self.rotary(k_BTKh, positions_BT)
-    v_BTKh = shardings.constrain(self.value(x_BTD), KEYS, "values")
-    return shardings.constrain(q_BTHh, QUERIES, "queries"), shardings.constrain(k_BTKh, KEYS, "keys"), v_BTKh
+    axes = RING_KEYS if in_ring(self.kernel, x_BTD.shape[1]) else KEYS
+    v_BTKh = shardings.constrain(self.value(x_BTD), axes, "values")
+    return shardings.constrain(q_BTHh, QUERIES, "queries"), shardings.constrain(k_BTKh, axes, "keys"), v_BTKh
 
   @property
   def options(self) -> dict:

@@ -39,12 +39,17 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   layout = shardings.current()
   if layout is None or layout.num_devices == 1:
     return run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
-  # A Pallas kernel is opaque to the partitioner: each device runs it on its own rows and heads.
-  specs = [layout.spec(QUERIES, q_BTHh.shape, "queries")]
-  specs += [layout.spec(KEYS, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
-  if len(specs[0]) > 1 and specs[0][1] is not None:
+  if shardings.num_parts(QUERIES[1]) > 1:
     needs = "attention=flash needs the positions of a row on one device, but the mesh splits them"
-    raise ConfigError(f"{needs}; use attention=dot_product, or ici_context_parallelism=1")
+    raise ConfigError(f"{needs}; use attention=blockwise, or ici_context_parallelism=1")
+  # A Pallas kernel is opaque to the partitioner: each device runs it on its own rows and heads.
+  return on_devices(run, layout, KEYS, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
+
+
+def on_devices(run, layout: shardings.Layout, keys: tuple, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks):
+  """run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks) of each device on its part. keys: logical axes of k and v."""
+  specs = [layout.spec(QUERIES, q_BTHh.shape, "queries")]
+  specs += [layout.spec(keys, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
   rows = None if segment_ids_BT is None else layout.spec(QUERIES[:2], segment_ids_BT.shape, "segment ids")
   axes = QUERIES[2:3] if sinks is None or sinks.ndim == 1 else QUERIES[:3]
   by_head = None if sinks is None else layout.spec(axes, sinks.shape, "sinks")

@@ -23,6 +23,7 @@ from maxghost.parallel.shardings import setting
 HIDDEN = ("activation_batch", "activation_length", "activation_embed")
 QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 KEYS = ("activation_batch", "activation_kv_length", "activation_kv_heads", "activation_kv")
+RING_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
 FEED_FORWARD = ("activation_batch", "activation_length", "activation_mlp")
 
 # Dropout keys of adapters in the layer that runs, taken in the order of their calls; None: no dropout.

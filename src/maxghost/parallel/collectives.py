@@ -1,8 +1,8 @@
 """The collectives of a compiled program, read from its HLO text.
 
 Those in a loop are counted once per iteration, if the text gives the number of iterations. The TPU compiler repeats a
-collective in every computation that overlaps it; equal channels identify it. Bytes are those of the whole array that a
-group of devices exchanges, on one device: the result of an all-gather, the operand of a reduce-scatter.
+collective in every computation that overlaps it; channel, shape and origin identify it. Bytes are those of the whole
+array that a group of devices exchanges, on one device: the result of an all-gather, the operand of a reduce-scatter.
 """
 
 import collections
@@ -22,6 +22,7 @@ _OPERATION = re.compile(r"(?<=[\s)}])([a-z][a-z0-9-]*)\(")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_ORIGIN = re.compile(r'op_name="([^"]*)"')
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -55,12 +56,15 @@ def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = 
   times = _times(computations, entry)
   found: dict[Any, Collective] = {}
   for name, lines in computations.items():
+    seen: collections.Counter = collections.Counter()
     for i, line in enumerate(lines if times.get(name, 0) else ()):
       collective = _between_slices(line, times[name], slice_axes) or _collective(line, name, times[name], mesh_shape)
       if collective is None:
         continue
-      channel = _CHANNEL.search(line)
-      key = (collective.kind, channel[1]) if channel else (name, i)
+      key: Any = (name, i)
+      if channel := _CHANNEL.search(line):  # all of a program's shard_maps may have the same channel
+        alike = dataclasses.replace(collective, count=0), channel[1], *_ORIGIN.findall(line)
+        key, seen[alike] = (*alike, seen[alike]), seen[alike] + 1
       if key not in found or found[key].count < collective.count:
         found[key] = collective
   return list(found.values())
@@ -144,7 +148,7 @@ def _collective(line: str, computation: str, times: int, mesh_shape) -> Collecti
     return None
   groups = _groups(line, math.prod(mesh_shape.values()))
   shapes = [(_bytes(dtype, dims), f"{dtype}[{dims}]") for dtype, dims in _SHAPE.findall(line[: operation.start()])]
-  if not shapes:
+  if not shapes or groups.shape[-1] == 1:  # a group of one device exchanges nothing
     return None
   size, shape = max(shapes) if operation[1].endswith("-start") else (sum(s for s, _ in shapes), shapes[0][1])
   if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):

@@ -216,13 +216,15 @@ class Step:
     if m.num_experts > 1:  # each token passes through several experts
       width = (m.base_moe_mlp_dim if m.base_moe_mlp_dim > 0 else width) * m.num_experts_per_tok
     self.feed_forward = device.part(width, "activation_mlp")
-    in_blocks = m.attention in ("blockwise", "autoselected") and device.length > LINEAR_FROM
-    self.linear_attention = m.attention == "flash" or in_blocks
+    self.whole_length = device.cfg.data.max_target_length
+    ring = device.length < self.whole_length and m.attention == "blockwise"
+    in_blocks = m.attention in ("blockwise", "autoselected") and self.whole_length > LINEAR_FROM
+    self.linear_attention = m.attention == "flash" or in_blocks or ring
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
     # The rows take turns if the validation gradients of a layer are smaller than its inputs, over all devices.
     stacked = [v for v in device.params.values() if v.stacked and not v.frozen]
     layer = sum(math.prod(v.whole[1:]) * jnp.dtype(v.dtype).itemsize for v in stacked)
-    tokens = self.ghost.ghost_val_batch_size * device.cfg.data.max_target_length
+    tokens = self.ghost.ghost_val_batch_size * self.whole_length
     inputs = tokens * self.embed * jnp.dtype(self.compute).itemsize
     self.in_turn = self.walks_back and bool(m.segment_lengths) and layer < inputs
 
@@ -308,7 +310,7 @@ class Step:
     if m.remat_policy == "minimal":
       return kept
     kept += [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
-    weights = ("attention weights", self.device.length * self.num_heads, "float32")
+    weights = ("attention weights", self.whole_length * self.num_heads, "float32")
     return [*kept, ("mlp activations", 2 * f, c), *(() if self.linear_attention else (weights,))]
 
   def _working(self) -> list[Tensor]:
@@ -331,13 +333,12 @@ class Step:
     return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))
 
   def _attention(self, count: int, and_cotangents: str) -> list[Tensor]:
-    length = self.device.length
     tensors = [
       Tensor((self.tokens, self.heads), self.compute, f"queries, attention output{and_cotangents} in one layer", count),
       Tensor((self.tokens, self.kv), self.compute, f"keys, values{and_cotangents} in one layer", count),
     ]
     if not self.linear_attention:
-      scores = (self.rows, self.num_heads, length, length)
+      scores = (self.rows, self.num_heads, self.device.length, self.whole_length)
       tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={self.model.attention})", 2))
     return tensors
 
