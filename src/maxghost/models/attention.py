@@ -104,8 +104,8 @@ def _around(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H, shape: Shape):
   ring = attention_ring.Ring.of(axes, size, q_BTHh.shape[1] // size, shape.window)
 
   def run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H):
-    *operands, sinks_BKGT = _grouped(q_BTHh, k_BTKh, v_BTKh, sinks_H)
-    return _ungrouped(attention_ring.attend(ring, shape, *operands, segment_ids_BT, sinks_BKGT))
+    q_BKGTh, k_BKTh, v_BKTh, sinks_BKGT = _grouped(q_BTHh, k_BTKh, v_BTKh, sinks_H)
+    return _ungrouped(attention_ring.attend(ring, shape, q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT))
 
   return attention_flash.on_devices(run, layout, RING_KEYS, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H)
 
