@@ -217,9 +217,10 @@ class Step:
       width = (m.base_moe_mlp_dim if m.base_moe_mlp_dim > 0 else width) * m.num_experts_per_tok
     self.feed_forward = device.part(width, "activation_mlp")
     self.whole_length = device.cfg.data.max_target_length
-    ring = device.length < self.whole_length and m.attention == "blockwise"
+    apart = device.length < self.whole_length
     in_blocks = m.attention in ("blockwise", "autoselected") and self.whole_length > LINEAR_FROM
-    self.linear_attention = m.attention == "flash" or in_blocks or ring
+    self.ring = apart and (in_blocks or m.attention == "blockwise")
+    self.linear_attention = m.attention == "flash" or in_blocks or self.ring
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
     # The rows take turns if the validation gradients of a layer are smaller than its inputs, over all devices.
     stacked = [v for v in device.params.values() if v.stacked and not v.frozen]
@@ -337,6 +338,14 @@ class Step:
       Tensor((self.tokens, self.heads), self.compute, f"queries, attention output{and_cotangents} in one layer", count),
       Tensor((self.tokens, self.kv), self.compute, f"keys, values{and_cotangents} in one layer", count),
     ]
+    if self.ring:
+      going, n = "that go around the ring", self.tokens
+      tensors += [
+        Tensor((n, self.heads), self.compute, "queries, output and its cotangent in the order of the ring", 3),
+        Tensor((n, self.heads), "float32", "gradient of the queries"),
+        Tensor((n, 2 * self.kv), self.compute, f"keys and values {going}, and the next ones", 2),
+        Tensor((n, 2 * self.kv), "float32", f"their gradients {going}, and the next ones", 2),
+      ]
     if not self.linear_attention:
       scores = (self.rows, self.num_heads, self.device.length, self.whole_length)
       tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={self.model.attention})", 2))
