@@ -22,29 +22,15 @@ LEFT_OUT = "{} rows with a non-finite contribution were left out"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Labels:
-  """A column of strings as indices into a sorted table, which saves memory where many rows share few strings."""
-
-  code: np.ndarray
-  table: np.ndarray
-
-  def __getitem__(self, index) -> "Labels":
-    return Labels(self.code[index], self.table)
-
-  def tolist(self) -> list[str]:
-    return self.table[self.code].tolist()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
   """Sums per group, sorted by key.
 
-  keys: the columns that name a group, Labels or int64 [G]. exposures: number of rows. share: sum of the shares of the
+  keys: the columns that name a group, int64 [G] or texts. exposures: number of rows. share: sum of the shares of the
   batch losses. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum of the squared
   contributions. in_all_GK: as `ScoreLog.in_all`, NaN where unknown.
   """
 
-  keys: dict[str, Labels | np.ndarray]
+  keys: dict[str, np.ndarray]
   exposures: np.ndarray
   tokens: np.ndarray
   share: np.ndarray
@@ -131,22 +117,19 @@ class GroupSums:
     num_domains, num_sets = max(len(self._log.domains), 1), len(self._log.val_sets)
     none = np.zeros(0, np.int64)
     code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 3 * num_sets)))
-    keys: dict[str, Labels | np.ndarray] = {}
-    if self._by == "step":
-      keys["step"] = code
-    if "domain" in self._columns:
-      keys["domain"] = _labels(code % num_domains, self._log.domains)
-    if self._text:
-      keys[self._text] = _labels(code // num_domains, self._index)
-    if "offset" in self._columns:
-      keys["offset"] = offset
+    keys, ranks = {"step": code, "offset": offset}, {"step": code, "offset": offset}
+    texts = {"domain": (code % num_domains, self._log.domains), self._text: (code // num_domains, self._index)}
+    for name in texts.keys() & {*self._columns}:
+      number_G, names = texts[name]
+      table, rank = np.unique(np.array([*names], np.str_), return_inverse=True)
+      ranks[name] = rank[number_G]  # so that sorting compares no texts
+      keys[name] = table.astype(object)[ranks[name]]
     exposures, tokens = sums[:, :2].T.astype(np.int64)
     per_set = [sums[:, start : start + num_sets] for start in range(4, sums.shape[1], num_sets)]
     if not self._log.knows_in_all:
       per_set = [*per_set[:2], np.full_like(per_set[0], np.nan)]
-    groups = Groups(keys, exposures, tokens, sums[:, 2], sums[:, 3], *per_set)
-    ranks = (keys[name] for name in reversed(self._columns))
-    return groups.take(np.lexsort([key.code if isinstance(key, Labels) else key for key in ranks]))
+    groups = Groups({c: keys[c] for c in self._columns}, exposures, tokens, sums[:, 2], sums[:, 3], *per_set)
+    return groups.take(np.lexsort([ranks[name] for name in reversed(self._columns)]))
 
 
 class TimeSums:
@@ -215,9 +198,3 @@ def _reduce(code: np.ndarray, offset: np.ndarray | None, values: np.ndarray):
 
 def _merge(parts):
   return _reduce(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-def _labels(code: np.ndarray, names) -> Labels:
-  """Labels with a sorted table, so that sorting compares no strings. names: distinct."""
-  table, rank = np.unique(np.array(list(names), np.str_), return_inverse=True)
-  return Labels(rank[code], table)
