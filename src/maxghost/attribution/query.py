@@ -130,9 +130,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
   steps = log.steps["step"]
   time = aggregate.TimeSums(log, aggregate.step_edges(steps[where.holds("step", steps)], statistics.NUM_BLOCKS))
   accumulators = [groups, time] if query.by == "domain" else [groups]
-  left_out = aggregate.scan(log, accumulators, where if where.conditions else None, _scaling(log, query.scale))
-  if left_out:
-    notes.append(aggregate.LEFT_OUT.format(left_out))
+  notes += aggregate.scan(log, accumulators, where if where.conditions else None, _scaling(log, query.scale))
   result = groups.result()
   total = result.contribution_GK[:, k]
   half_width = statistics.exposure_half_width(result.exposures, total, result.square_GK[:, k])

@@ -195,11 +195,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   left_out = aggregate.scan(log, [time, documents])
   groups = documents.result()
   metrics, messages = read_metrics(log.run_dir / "metrics.jsonl")
-  messages = [*log.messages, *messages]
-  if left_out:
-    messages.append(aggregate.LEFT_OUT.format(left_out))
-  else:
-    messages += _check_sums(log, time)
+  messages = [*log.messages, *messages, *(left_out or _check_sums(log, time))]
   picked = [_pick(groups, k, num_documents) for k in range(len(log.val_sets))]
   keys = [groups.take(np.unique(np.concatenate(list(lists.values())))).document_ids() for lists in picked]
   texts, marked = {}, {}
