@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from maxghost.attribution.statistics import block_edges
-from maxghost.scorelog.format import Modules
+from maxghost.scorelog.format import TEXTS, Modules
 from maxghost.scorelog.reader import ScoreLog
 
 GROUPINGS = {
@@ -18,33 +18,18 @@ GROUPINGS = {
 COLUMNS = ("exposures", "tokens", "share", "loss_tokens", "contribution")  # the last one per validation set
 NUM_PASSES = 6
 MERGE_ROWS = 1 << 20  # partial sums are merged beyond this many
-LEFT_OUT = "{} rows with a non-finite contribution were left out"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Labels:
-  """A column of strings as indices into a sorted table, which saves memory where many rows share few strings."""
-
-  code: np.ndarray
-  table: np.ndarray
-
-  def __getitem__(self, index) -> "Labels":
-    return Labels(self.code[index], self.table)
-
-  def tolist(self) -> list[str]:
-    return self.table[self.code].tolist()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
   """Sums per group, sorted by key.
 
-  keys: the columns that name a group, Labels or int64 [G]. exposures: number of rows. share: sum of the shares of the
+  keys: the columns that name a group, int64 [G] or texts. exposures: number of rows. share: sum of the shares of the
   batch losses. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum of the squared
   contributions. in_all_GK: as `ScoreLog.in_all`, NaN where unknown.
   """
 
-  keys: dict[str, Labels | np.ndarray]
+  keys: dict[str, np.ndarray]
   exposures: np.ndarray
   tokens: np.ndarray
   share: np.ndarray
@@ -67,8 +52,8 @@ class Groups:
     return Groups(keys, *rest)
 
 
-def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> int:
-  """Streams all rows once through the accumulators' `add(shard, rows)`; returns how many were not finite and left out.
+def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> list:
+  """Streams all rows once through the accumulators' `add(shard, rows)`; returns a sentence on those left out, if any.
 
   where: (shard, rows) -> bool[N], the selected rows. scaling: (steps [S], factors [S, K]) of the contributions.
   """
@@ -87,7 +72,7 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, s
         rows[name] *= factor_SK[np.searchsorted(steps, rows["step"])]
     for accumulator in accumulators:
       accumulator.add(shard, rows)
-  return num_left_out
+  return [f"{num_left_out} rows with a non-finite contribution were left out"] if num_left_out else []
 
 
 def domain_numbers(log: ScoreLog, shard) -> np.ndarray:
@@ -99,54 +84,49 @@ class GroupSums:
   """Accumulator for one grouping of GROUPINGS or a field. Memory grows with the number of groups, not of rows."""
 
   def __init__(self, log: ScoreLog, by: str):
-    self._log, self._by, self._columns = log, by, GROUPINGS.get(by, (by,))
-    self._text = "path" if "path" in self._columns else by if by in log.fields else None
-    self._index: dict[str, int] = {}  # of the texts
-    self._shard = None
-    self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    self._log, self._columns = log, GROUPINGS.get(by, (by,))
+    self._texts: dict[str, dict[str, int]] = {name: {} for name in self._columns if name in (*TEXTS, *log.fields)}
+    self._shard, self._numbers = None, {}
+    self._parts: list[tuple[np.ndarray, np.ndarray]] = []
 
   def add(self, shard, rows: np.ndarray):
     if shard is not self._shard:
       self._shard = shard
-      self._local_domain = domain_numbers(self._log, shard)
-      if self._text:
-        index = self._index
-        self._local = np.array([index.setdefault(str(name), len(index)) for name in shard.texts(self._text)], np.int64)
+      for name, known in self._texts.items():
+        numbers = [known.setdefault(str(text), len(known)) for text in shard.texts(name)]
+        self._numbers[name] = np.array(numbers, np.int64)
     if not len(rows):
       return
-    code = rows["step"].astype(np.int64) if self._by == "step" else self._local_domain[rows["domain"]]
-    if self._text:
-      code = self._local[rows[self._text]] * len(self._log.domains) + code * ("domain" in self._columns)
-    offset = rows["offset"] if "offset" in self._columns else None
+    keys = [self._numbers[name][rows[name]] if name in self._texts else rows[name] for name in self._columns]
     values = _values(rows)
     if self._log.knows_in_all:
       values = np.column_stack([values, self._log.in_all(rows)])
-    self._parts.append(_reduce(code, offset, values))
-    merged, *fresh = (len(part[0]) for part in self._parts)
+    self._parts.append(_reduce(np.stack(keys), values))
+    merged, *fresh = (len(sums) for _, sums in self._parts)
     if sum(fresh) > max(MERGE_ROWS, merged):  # sooner would take quadratic time
-      self._parts = [_merge(self._parts)]
+      self._parts = [self._merged()]
+
+  def _merged(self) -> tuple[np.ndarray, np.ndarray]:
+    keys, sums = zip(*self._parts, strict=True)
+    return _reduce(np.concatenate(keys, 1), np.concatenate(sums))
 
   def result(self) -> Groups:
     """Sorted by key: domain, then path, then offset; or step; or a field."""
-    num_domains, num_sets = max(len(self._log.domains), 1), len(self._log.val_sets)
-    none = np.zeros(0, np.int64)
-    code, offset, sums = _merge(self._parts) if self._parts else (none, none, np.zeros((0, 4 + 3 * num_sets)))
-    keys: dict[str, Labels | np.ndarray] = {}
-    if self._by == "step":
-      keys["step"] = code
-    if "domain" in self._columns:
-      keys["domain"] = _labels(code % num_domains, self._log.domains)
-    if self._text:
-      keys[self._text] = _labels(code // num_domains, self._index)
-    if "offset" in self._columns:
-      keys["offset"] = offset
+    num_sets = len(self._log.val_sets)
+    none = np.zeros((len(self._columns), 0), np.int64), np.zeros((0, 4 + 3 * num_sets))
+    key_CG, sums = self._merged() if self._parts else none
+    keys = dict(zip(self._columns, key_CG, strict=True))
+    ranks = dict(keys)
+    for name, known in self._texts.items():
+      table, rank = np.unique(np.array([*known], np.str_), return_inverse=True)
+      ranks[name] = rank[keys[name]]  # so that sorting compares no texts
+      keys[name] = table.astype(object)[ranks[name]]
     exposures, tokens = sums[:, :2].T.astype(np.int64)
     per_set = [sums[:, start : start + num_sets] for start in range(4, sums.shape[1], num_sets)]
     if not self._log.knows_in_all:
       per_set = [*per_set[:2], np.full_like(per_set[0], np.nan)]
     groups = Groups(keys, exposures, tokens, sums[:, 2], sums[:, 3], *per_set)
-    ranks = (keys[name] for name in reversed(self._columns))
-    return groups.take(np.lexsort([key.code if isinstance(key, Labels) else key for key in ranks]))
+    return groups.take(np.lexsort([ranks[name] for name in reversed(self._columns)]))
 
 
 class TimeSums:
@@ -198,26 +178,9 @@ def _values(rows: np.ndarray) -> np.ndarray:
   return np.column_stack([np.ones(len(rows)), tokens, rows["share"], loss_tokens, contribution, contribution**2])
 
 
-def _reduce(code: np.ndarray, offset: np.ndarray | None, values: np.ndarray):
-  """(code, offset, sums) with one row per distinct (code, offset)."""
-  low, high = int(code.min()), int(code.max())
-  if offset is None and high - low < 4 * len(code):
-    width = high - low + 1
-    present = np.flatnonzero(np.bincount(code - low, minlength=width))
-    sums = np.stack([np.bincount(code - low, column, width)[present] for column in values.T], 1)
-    return present + low, np.zeros(len(present), np.int64), sums
-  offset = np.zeros_like(code) if offset is None else offset.astype(np.int64)
-  order = np.lexsort((offset, code))
-  code, offset = code[order], offset[order]
-  starts = np.flatnonzero(np.append(True, (np.diff(code) != 0) | (np.diff(offset) != 0)))
-  return code[starts], offset[starts], np.add.reduceat(values[order], starts, axis=0)
-
-
-def _merge(parts):
-  return _reduce(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-def _labels(code: np.ndarray, names) -> Labels:
-  """Labels with a sorted table, so that sorting compares no strings. names: distinct."""
-  table, rank = np.unique(np.array(list(names), np.str_), return_inverse=True)
-  return Labels(rank[code], table)
+def _reduce(key_CN: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(keys [C, G], sums [G, ...]) with one entry per distinct key."""
+  order = np.lexsort(key_CN[::-1])
+  key_CN = key_CN[:, order]
+  starts = np.flatnonzero(np.append(True, np.diff(key_CN).any(0)))
+  return key_CN[:, starts], np.add.reduceat(values[order], starts, axis=0)

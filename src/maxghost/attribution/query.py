@@ -111,7 +111,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
     notes.append(none if query.where else "no document was scored yet")
   order, num_top = _order(columns, query)
   columns = {name: values[order] for name, values in columns.items()}
-  columns = {n: v.tolist() if isinstance(v, aggregate.Labels) else v for n, v in columns.items()}
+  columns = {name: values.tolist() if values.dtype == object else values for name, values in columns.items()}
   if query.text:
     source = Source(log.run_dir)
     notes += source.open(log.said_of("fingerprint"))
@@ -130,9 +130,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
   steps = log.steps["step"]
   time = aggregate.TimeSums(log, aggregate.step_edges(steps[where.holds("step", steps)], statistics.NUM_BLOCKS))
   accumulators = [groups, time] if query.by == "domain" else [groups]
-  left_out = aggregate.scan(log, accumulators, where if where.conditions else None, _scaling(log, query.scale))
-  if left_out:
-    notes.append(aggregate.LEFT_OUT.format(left_out))
+  notes += aggregate.scan(log, accumulators, where if where.conditions else None, _scaling(log, query.scale))
   result = groups.result()
   total = result.contribution_GK[:, k]
   half_width = statistics.exposure_half_width(result.exposures, total, result.square_GK[:, k])
@@ -195,7 +193,7 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
 def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
   """(indices of the groups to show, number of best groups among them)."""
   refuse_unknown(f"--sort {query.sort}: no column of --by {query.by}", query.sort, columns)
-  values = getattr(columns[query.sort], "code", columns[query.sort])  # of labels
+  values = columns[query.sort]
   if query.sort in MEASURES:
     values = -np.where(np.isfinite(values), values, -np.inf).astype(np.float64)
   order = np.argsort(values, kind="stable")

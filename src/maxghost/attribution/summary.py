@@ -195,11 +195,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   left_out = aggregate.scan(log, [time, documents])
   groups = documents.result()
   metrics, messages = read_metrics(log.run_dir / "metrics.jsonl")
-  messages = [*log.messages, *messages]
-  if left_out:
-    messages.append(aggregate.LEFT_OUT.format(left_out))
-  else:
-    messages += _check_sums(log, time)
+  messages = [*log.messages, *messages, *(left_out or _check_sums(log, time))]
   picked = [_pick(groups, k, num_documents) for k in range(len(log.val_sets))]
   keys = [groups.take(np.unique(np.concatenate(list(lists.values())))).document_ids() for lists in picked]
   texts, marked = {}, {}
@@ -208,10 +204,17 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     texts = source.find({key for some in keys for key in some})
     marked, said = token_values.find(log.run_dir, keys, log.checksums("tokens_crc"), log.accept_lost_rows)
     messages += said
-  sets = []
+  sets, num_judged = [], int(_is_judged(groups).sum())
   for k, lists in enumerate(picked):
+    loss_S, before_S = steps["val_loss"][:, k], steps["prev_val_loss"][:, k]
+    known = np.isfinite(loss_S)
+    num_renewals = int((known & np.isfinite(before_S) & (loss_S != before_S)).sum())
     shown = {name: _documents(groups.take(index), k, texts, marked) for name, index in lists.items()}
-    sets.append(_set_summary(log, k, time, int(_is_judged(groups).sum()), shown))
+    sets.append(SetSummary(
+      name=log.val_sets[k], index=k, ledger=_ledger(log, k), val_loss=Series(steps["step"][known], loss_S[known]),
+      num_renewals=num_renewals, domains=_domains(time, k), num_judged=num_judged, time=time,
+      heat_map=_heat_map(log, time, k), **shown,
+    ))  # fmt: skip
   num_tokens = int(time.sums_DB("tokens").sum())
   counts = {"score rows": log.num_rows, "scored documents": len(groups), "scored tokens": num_tokens}
   known, empty = steps[np.isfinite(steps["loss"])], np.zeros(0, np.int64)
@@ -245,16 +248,6 @@ def _pick(groups: Groups, k: int, num_documents: int) -> dict[str, np.ndarray]:
     order = np.argsort(-sure, kind="stable")[:num_documents]
     picked[name] = order[sure[order] > 0]
   return picked
-
-
-def _set_summary(log: ScoreLog, k: int, time: TimeSums, num_judged: int, documents: dict) -> SetSummary:
-  loss_S, before_S = log.steps["val_loss"][:, k], log.steps["prev_val_loss"][:, k]
-  known = np.isfinite(loss_S)
-  return SetSummary(
-    name=log.val_sets[k], index=k, ledger=_ledger(log, k), val_loss=Series(log.steps["step"][known], loss_S[known]),
-    num_renewals=int((known & np.isfinite(before_S) & (loss_S != before_S)).sum()), domains=_domains(time, k),
-    num_judged=num_judged, time=time, heat_map=_heat_map(log, time, k), **documents,
-  )  # fmt: skip
 
 
 def _domains(time: TimeSums, k: int) -> list[Value]:

@@ -211,20 +211,16 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
   for here in groups.values():
     numbers = np.array([pieces[b][1] for b in here], np.int64)
     parts.append(_filled(pieces[here[0]][0], numbers, layout, pad_id, weighted))
-  columns = parts[0]
+  arrays = parts[0]
   if len(parts) > 1:  # rows of several streams of a mixture: restore the order of the pieces
     back = np.argsort(np.concatenate([*groups.values()]))
-    columns = tuple(np.concatenate(column)[back] for column in zip(*parts, strict=True))
-  document_BS, offset_BS, inputs, targets, positions, segmentation, *more = columns
-  names = (*(["targets_weights"] if weighted else []), REFERENCE)
-  arrays = {"inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation, "targets": targets,
-            "targets_position": positions, "targets_segmentation": segmentation,
-            **dict(zip(names, more, strict=False))}  # fmt: skip
-  return Batch(arrays, document_BS, offset_BS, np.array([epoch for _, _, epoch in pieces], np.int64))
+    arrays = {name: np.concatenate([part[name] for part in parts])[back] for name in arrays}
+  epoch_B = np.array([epoch for _, _, epoch in pieces], np.int64)
+  return Batch(arrays, arrays.pop("document_BS"), arrays.pop("offset_BS"), epoch_B)
 
 
-def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weighted: bool) -> tuple[np.ndarray, ...]:
-  """Document and offset of each segment, int64[B, S], -1 where there is none; the arrays of a batch, [B, T]."""
+def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weighted: bool) -> dict[str, np.ndarray]:
+  """The arrays of a batch, [B, T], and `document_BS` and `offset_BS` of its segments."""
   B, T, stop = len(numbers), layout.row_length, rows.row_ends[numbers]
   first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
   count = stop - first
@@ -253,16 +249,15 @@ def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weight
   targets = np.empty_like(inputs)
   targets[:, :-1] = inputs[:, 1:]  # true but for the last pair of each chunk
   targets[row, begin + length - 1] = rows.tokens[start + length]
-  values = [(inputs, pad_id), (targets, pad_id), (positions, 0), (segmentation, 0)]
+  found = {"inputs": inputs, "inputs_position": positions, "inputs_segmentation": segmentation, "targets": targets,
+           "targets_position": positions, "targets_segmentation": segmentation}  # fmt: skip
   if weighted:
     weights = np.ones(B * T, np.float32) if rows.weights is None else rows.weights.take(place + 1, mode="clip")
-    values.append((weights.astype(np.float32).reshape(B, T), 0))
+    found["targets_weights"] = weights.astype(np.float32).reshape(B, T)
   for short in np.flatnonzero(filled < T).tolist():
-    for array, value in values:
-      array[short, filled[short] :] = value
-  found = (*identity, *(array for array, _ in values))
-  if rows.reference is None:
-    return found
-  reference = np.zeros((B, layout.max_segments), np.float32)
-  reference[row, slot] = rows.reference[chunk]
-  return (*found, reference)
+    for name, array in found.items():
+      array[short, filled[short] :] = pad_id if name in ("inputs", "targets") else 0
+  if rows.reference is not None:
+    found[REFERENCE] = np.zeros((B, layout.max_segments), np.float32)
+    found[REFERENCE][row, slot] = rows.reference[chunk]
+  return found | dict(zip(("document_BS", "offset_BS"), identity, strict=True))

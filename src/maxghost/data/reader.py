@@ -72,7 +72,8 @@ class Cursor:
 class TrainIterator(Iterator[Batch]):
   """Batches of one shard of the global batch, whose rows come from the lanes in order, the same number from each.
   Concatenated, the shards' batches are the batch of a single process. `counts` sums what was read so far (documents,
-  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began."""
+  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began. `mixture_domains`: those whose
+  shares of the rows can be changed; empty where the data is not a mixture by weights."""
 
   def __init__(self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
                rows: tuple[int, int], num_workers: int):  # fmt: skip
@@ -87,11 +88,7 @@ class TrainIterator(Iterator[Batch]):
     self._lanes = {lane: [Cursor(stream, lane, workers, self.counts) for stream in streams] for lane in lanes}
     self._batches = self._first_batch = 0
     self._weights, self._changes = weights, ()
-
-  @property
-  def mixture_domains(self) -> tuple[str, ...]:
-    """The domains whose shares of the rows can be changed; empty where the data is not a mixture by weights."""
-    return () if self._weights is None else tuple(stream.name for stream in self._streams)
+    self.mixture_domains = () if weights is None else tuple(stream.name for stream in streams)
 
   def schedule_mixture(self, changes: Sequence[tuple[int, Mapping[str, float]]]) -> None:
     """Sets the shares of the domains: [(b, {domain: share})], each from batch b of the run on.

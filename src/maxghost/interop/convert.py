@@ -19,7 +19,7 @@ import tensorstore as ts
 from maxghost.checkpoint import compare, layouts_store
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
-from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, TreePath, VerificationError, full_path
+from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, VerificationError, full_path
 from maxghost.config.arguments import Parser
 from maxghost.config.files import write_text
 from maxghost.config.values import guarded, slash_path
@@ -32,8 +32,6 @@ _COMMIT_BYTES = 64_000_000
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
-
-Change = Callable[[TreePath, np.ndarray], np.ndarray]
 
 
 def convert(
@@ -95,12 +93,12 @@ def check_target(raw: RawTree, out: Path) -> None:
 @contextlib.contextmanager
 def written(
   checkpoint: Checkpoint, plan: Plan, out: Path, *, has_level: bool | None = None, verify: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES, change: Change | None = None, **options: Any,
+  ram_bytes: int = DEFAULT_RAM_BYTES, **options: Any,
 ) -> Iterator[Path]:  # fmt: skip
   """Writes the new folder `out` and yields it, under its temporary name, for what goes beside the tree.
 
-  has_level: whether the tree gets a folder `items`; None: as the source. change(path, block): elementwise. options: of
-  `check_written`. Raises LayoutError where the disk cannot hold it, estimated from the stored size of the source.
+  has_level: whether the tree gets a folder `items`; None: as the source. options: of `check_written`.
+  Raises LayoutError where the disk cannot hold it, estimated from the stored size of the source.
   """
   raw = checkpoint.raw
   everything = sum(array.nbytes for array in raw.arrays().values())
@@ -112,7 +110,7 @@ def written(
   has_level = raw.location.item != full_path(raw.origin) if has_level is None else has_level
   with new_folder(out) as temporary:
     place = Location(item=temporary / "items" if has_level else temporary, step=temporary)
-    write_plan(raw, plan, place, ram_bytes, change)
+    write_plan(raw, plan, place, ram_bytes)
     if verify:
       check_written(checkpoint, layouts_store.open_at(place, str(out)), ram_bytes=ram_bytes, **options)
     yield temporary
@@ -139,7 +137,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     raise
 
 
-def write_plan(raw: RawTree, plan: Plan, place: Location, ram_bytes: int, change: Change | None = None) -> None:
+def write_plan(raw: RawTree, plan: Plan, place: Location, ram_bytes: int) -> None:
   """Writes the arrays into a folder of `new_folder` as Orbax does; holds one block, and _COMMIT_BYTES of others."""
   place.item.mkdir(exist_ok=True)
   entries = [(leaf.path, "np.ndarray", {"write_shape": list(leaf.shape)}) for leaf in plan.leaves]
@@ -152,7 +150,7 @@ def write_plan(raw: RawTree, plan: Plan, place: Location, ram_bytes: int, change
     value = {"value_type": kind, "skip_deserialize": not about, **about}
     tree[str(tuple(map(str, path)))] = {"key_metadata": keys, "value_metadata": value}
   try:
-    arrays = _write_arrays(place.item, plan.leaves, ram_bytes, change)
+    arrays = _write_arrays(place.item, plan.leaves, ram_bytes)
   except LayoutError:
     raise
   except ValueError as error:  # TensorStore's one error type
@@ -172,7 +170,7 @@ def write_plan(raw: RawTree, plan: Plan, place: Location, ram_bytes: int, change
     write_text(folder / "commit_success.txt", "Checkpoint commit was successful")
 
 
-def _write_arrays(folder: Path, leaves: list[TargetLeaf], ram_bytes: int, change: Change | None) -> list[dict]:
+def _write_arrays(folder: Path, leaves: list[TargetLeaf], ram_bytes: int) -> list[dict]:
   """Writes arrays with OCDBT and zarr3; returns what Orbax notes about each."""
   reader, context = LayerReader(ram_bytes // 3), ts.Context({"cache_pool": {"total_bytes_limit": 0}})
   block_bytes = min(_BLOCK_BYTES, max(ram_bytes // 12, 1))  # small chunks are compressed side by side
@@ -197,7 +195,7 @@ def _write_arrays(folder: Path, leaves: list[TargetLeaf], ram_bytes: int, change
     store = store_of(name, metadata=zarr3)
     for index in blocks_of(leaf.shape, chunk):
       block = read_block(reader, leaf, index)
-      store[index].write(block if change is None else change(leaf.path, block)).result()
+      store[index].write(block).result()
       pending += block.nbytes
       if pending >= _COMMIT_BYTES:  # one commit rewrites the index of all arrays, so small leaves share one
         transaction.commit_async().result()
@@ -223,13 +221,13 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
   return np.asarray(block, dtype=leaf.dtype, order="C")
 
 
-def check_written(source: Checkpoint, found: RawTree, is_expected: Callable = lambda row: False, **options) -> None:
+def check_written(source: Checkpoint, found: RawTree, **options: Any) -> None:
   """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
   target = read_checkpoint(found, ReadOptions(keep_unknown=True))
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   planned = () if target.odd_moments() else (compare.STRUCTURE,)
   rows = compare.compare(source, target, **options).rows
-  if wrong := [row for row in rows if not is_expected(row) and row.kind not in planned]:
+  if wrong := [row for row in rows if row.kind not in planned]:
     what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
     raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
 

@@ -6,12 +6,12 @@ weights are multiplied by s = sqrt(h), first moments divided by s and second mom
 power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.checkpoint.compare import VALUE
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, TreePath, full_path
 from maxghost.config.arguments import Parser
@@ -45,7 +45,12 @@ def rescale_checkpoint(source: AnyPath, target_path: AnyPath, head_dim: int, to:
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
   raw = open_tree(source)
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+  nodes = dict(raw.nodes)
+  for path, node in raw.arrays().items():
+    if is_query(path):
+      read = lambda index, path=path, node=node: rescale_leaf(path, node.read(index), head_dim, to)  # noqa: E731
+      nodes[path] = dataclasses.replace(node, read=read)
+  checkpoint = read_checkpoint(dataclasses.replace(raw, nodes=nodes), ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
   out = full_path(target_path)
@@ -58,10 +63,7 @@ def rescale_checkpoint(source: AnyPath, target_path: AnyPath, head_dim: int, to:
     if is_query(path) and ref.shape[-1:] != (head_dim,):
       raise LayoutError(f"head_dim={head_dim}, but the last dimension of {slash_path(path)} is {ref.shape[-1]}")
   plan.custom_metadata[RECORD]["values_from"] = to
-
-  change = lambda path, block: rescale_leaf(path, block, head_dim, to) if is_query(path) else block  # noqa: E731
-  rescaled = lambda row: row.kind == VALUE and is_query(tuple(row.path.split("/")))  # noqa: E731
-  with written(checkpoint, plan, out, change=change, rngs=True, is_expected=rescaled):
+  with written(checkpoint, plan, out, rngs=True):
     pass
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
 

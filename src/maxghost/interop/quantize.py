@@ -14,7 +14,7 @@ import numpy as np
 
 from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
+from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED, blocks_of
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
 from maxghost.config.arguments import Parser
 from maxghost.config.families import FAMILIES
@@ -89,23 +89,22 @@ def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, f
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     whole = [slice(*(index[i] if index else slice(None)).indices(size)) for i, size in enumerate(shape)]
-    layers = [slice(0, 1)] if place is None else [whole.pop(place)]
-    counts = [s.stop - s.start for s in (*layers, *whole)]
-    out, cut = np.empty(counts, one.dtype), whole[lead:]
-    begin, end = (0, 1) if along is None else (cut[along].start, cut[along].stop)
-    for at in np.ndindex(*counts[: 1 + lead]):
-      where = [slice(s.start + i, s.start + i + 1) for s, i in zip((*layers, *whole[:lead]), at, strict=True)]
-      for first in range(begin, end, step or 1):
-        asked, taken, into = [slice(0, n) for n in inner[lead:]], [*cut], [slice(None)] * len(cut)
-        if along is not None:
-          asked[along], taken[along] = slice(first, last := min(first + step, end)), slice(None)
-          into[along] = slice(first - begin, last - begin)
-        block = [*where[1:], *asked]
-        if axis is not None:
-          block.insert(axis, where[0])
-        w = source.read(tuple(block))
-        part = run(w.reshape([n for i, n in enumerate(w.shape) if i != axis][lead:]))[name]
-        out[at][tuple(into)] = np.asarray(part)[tuple(taken)]
+    wanted = (slice(0, 1) if place is None else whole.pop(place), *whole)
+    out = np.empty([s.stop - s.start for s in wanted], one.dtype)
+    chunk = [*out.shape[1 + lead :]]
+    if along is not None:
+      chunk[along] = step
+    for block in blocks_of(out.shape, (1,) * (1 + lead) + tuple(chunk)):
+      layer, *asked = (slice(b.start + s.start, b.stop + s.start) for b, s in zip(block, wanted, strict=True))
+      matrix, taken = [slice(0, size) for size in inner[lead:]], asked[lead:]
+      if along is not None:
+        matrix[along], taken[along] = taken[along], slice(None)
+      places = [*asked[:lead], *matrix]
+      if axis is not None:
+        places.insert(axis, layer)
+      w = source.read(tuple(places))
+      part = run(w.reshape([n for i, n in enumerate(w.shape) if i != axis][lead:]))[name]
+      out[block] = np.asarray(part)[tuple(taken)]
     return out[0] if place is None else np.moveaxis(out, 0, place)
 
   return dataclasses.replace(like, shape=tuple(shape), dtype=np.dtype(one.dtype), read=read, chunk_nbytes=0)

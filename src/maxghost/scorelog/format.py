@@ -77,8 +77,6 @@ def unmeasured_steps(step, num_sets: int, ledger: Sequence[str] = LEDGER) -> np.
 
 def with_ledger(steps: np.ndarray, num_sets: int, ledger: Sequence[str]) -> np.ndarray:
   """Step records in the layout of this schema with this ledger; columns they do not have are NaN."""
-  if steps.dtype == step_dtype(num_sets, ledger):
-    return steps
   array = unmeasured_steps(steps["step"], num_sets, ledger)
   for name in set(array.dtype.names or ()) & set(steps.dtype.names or ()):
     array[name] = steps[name]

@@ -130,16 +130,12 @@ class ScoreLog:
     self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
     if partial := sorted({name for shard in shards for name in shard.fields} - set(self.fields)):
       self.messages.append(f"only some of the score files have the documents' {', '.join(partial)}")
-    self.parts = shards[0].parts
+    self.parts, self.num_rows = shards[0].parts, sum(shard.num_rows for shard in shards)
     self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
   def __repr__(self) -> str:
     steps = f"steps 0 to {max(shard.last_step for shard in self.shards)}, against {', '.join(self.val_sets)}"
     return f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of {steps}; {list(self.columns)})"
-
-  @property
-  def num_rows(self) -> int:
-    return sum(shard.num_rows for shard in self.shards)
 
   def to_pandas(self) -> Any:
     """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each."""

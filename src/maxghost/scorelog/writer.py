@@ -96,11 +96,6 @@ class Interval:
       raise ValueError("the names of modules and domains must not change inside a run")
     return found
 
-  def contents(self) -> tuple[dict[str, list[str]], np.ndarray, fmt.Modules | None, np.ndarray]:
-    """The arguments of `shard.write_shard` after path and header."""
-    steps, rows = np.concatenate(self.steps), np.concatenate(self.rows)
-    return {name: list(table) for name, table in self.tables.items()}, steps, fmt.Modules.joined(self.modules), rows
-
   @classmethod
   def load(cls, shard: Shard, last_step: int, ledger: Sequence[str], fields: Sequence[str]) -> Self:
     """The steps of a file up to `last_step`; fields that the file does not have are empty."""
@@ -275,11 +270,12 @@ class Writer:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
     path = self._path(interval.last_step)
     meta = self._about | {"first_step": interval.first_step, "last_step": interval.last_step}
-    steps, rows = (sum(map(len, parts)) for parts in (interval.steps, interval.rows))
+    steps, rows, modules = np.concatenate(interval.steps), np.concatenate(interval.rows), interval.modules
     try:
       self.folder.mkdir(parents=True, exist_ok=True)
-      write_shard(path, meta | {"before": interval.before, "closed": closed}, *interval.contents())
-      self._note(interval.last_step, interval.before[0] + steps, interval.before[1] + rows)
+      header = meta | {"before": interval.before, "closed": closed}
+      write_shard(path, header, interval.tables, steps, fmt.Modules.joined(modules), rows)
+      self._note(interval.last_step, interval.before[0] + len(steps), interval.before[1] + len(rows))
     except OSError as error:
       raise OSError(f"the score log could not be written to {self.folder}: {error}") from error
     if interval.replaced not in (None, path):

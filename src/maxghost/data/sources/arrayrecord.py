@@ -6,13 +6,13 @@ file decides, and a note says it.
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxghost.config import ConfigError, DataConfig
-from maxghost.data.sources.base import CorruptError, columns_of, join_columns, left_out, read_all, utf8
+from maxghost.data.sources.base import CorruptError, columns_of, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
-from maxghost.data.sources.records import Opened, RecordSource, Shard
+from maxghost.data.sources.records import RECORD, Opened, RecordSource, Shard
 
 OPEN_FILES = 64
 TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
@@ -28,13 +28,12 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
       continue
     kind = _format(readers, file.path, count, cfg.train_data_columns)
     formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
-    read = functools.partial(_texts, readers, file.path, kind, cfg.train_data_columns)
-    record = functools.partial(_record, readers, file.path, kind) if kind != TEXT else None
-    shards.append(Shard(file.domain, file.name, file.fingerprint, count, read, record))
+    read, place = functools.partial(_read, readers, file.path, kind), functools.partial(RECORD, file.path)
+    shards.append(Shard(file.domain, file.name, file.fingerprint, count, read, place, kind == TEXT))
   for domain in dict.fromkeys(file.domain for file in files):
     if not any(shard.domain == domain for shard in shards):
       raise ConfigError(f"domain '{domain}' has no documents: none of its files can be read")
-  return RecordSource(shards, [*notes, *formats], fields=cfg.document_fields)
+  return RecordSource(shards, cfg, [*notes, *formats])
 
 
 def read_records(readers: Opened, path: str, records: Sequence[int]) -> list[bytes]:
@@ -59,24 +58,18 @@ def open_reader(path: str):
   return reader
 
 
-def _texts(readers: Opened, path: str, kind: str, columns: tuple, records: list[int], sizes: list) -> list[bytes]:
-  read = zip([f"{path}, record {number}" for number in records], read_records(readers, path, records), strict=True)
+def _read(readers: Opened, path: str, kind: str, records: list[int], _: list, __: tuple) -> Iterator[Any]:
+  found = zip([RECORD(path, number) for number in records], read_records(readers, path, records), strict=True)
+  return (_parsed(place, kind, raw) for place, raw in found)
+
+
+def _parsed(place: str, kind: str, raw: bytes) -> Any:
   if kind == TEXT:
-    return [utf8(where, 0, raw) for where, raw in read]
-  return [join_columns(where, _parsed(where, kind, raw), columns) for where, raw in read]
-
-
-def _record(readers: Opened, path: str, kind: str, record: int, _: int) -> dict[str, Any]:
-  """The fields of a record; none where it is JSON of another kind."""
-  values = _parsed(f"{path}, record {record}", kind, read_records(readers, path, [record])[0])
-  return values if isinstance(values, dict) else {}
-
-
-def _parsed(where: str, kind: str, raw: bytes) -> Any:
+    return utf8(place, 0, raw)
   try:
     return json.loads(raw) if kind == JSON else _parse_example(raw)
   except ValueError as error:
-    raise CorruptError(f"{where}: not {kind} as the file's first record is ({error})") from error
+    raise CorruptError(f"{place}: not {kind} as the file's first record is ({error})") from error
 
 
 def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) -> str:

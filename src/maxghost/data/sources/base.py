@@ -1,6 +1,5 @@
 """The interface of a data source: random access to documents by number, and what the reader asks beyond the text."""
 
-import functools
 import importlib
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -138,8 +137,7 @@ class DocumentList(Source):
     parts = (part for d in documents for part in (d.domain, d.path, str(d.offset), d.text))
     self.fingerprint = f"{text_hash(*parts):016x}"
     self._domain_numbers = np.array([domains.index(d.domain) for d in documents], np.int64)
-    path_hash = functools.cache(text_hash)  # paths repeat
-    paths = np.array([path_hash(d.domain, d.path) for d in documents], np.uint64)
+    paths = np.array([text_hash(d.domain, d.path) for d in documents], np.uint64)
     self._id_hashes = combine(paths, np.array([d.offset for d in documents], np.int64))
 
   def __len__(self) -> int:

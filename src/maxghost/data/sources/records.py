@@ -4,18 +4,20 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, DataConfig
 from maxghost.data.hashing import combine, text_hash
-from maxghost.data.sources.base import CorruptError, Source, T, as_text, check_known, read_or_skip, wanted_fields
+from maxghost.data.sources import base
+from maxghost.data.sources.base import CorruptError, Source, T, as_text, join_columns
 from maxghost.data.types import DocumentId
 
 _SAMPLES = 32  # records read to estimate the total size
+RECORD = "{}, record {}".format  # the place of a record, of a file and its number there
 
 
 class Opened:
@@ -32,30 +34,33 @@ class Opened:
 
 @dataclass(frozen=True)
 class Shard:
-  """Documents of one domain. name: the path in their ids. Its functions are pickled with it, and raise CorruptError.
-  read: the texts of documents, from their offsets and, in a source with an index, their sizes. record: the whole record
-  of one document, likewise; None where documents are texts only."""
+  """Documents of one domain. name: the path in their ids. Its functions are pickled with it. read: the records of
+  documents, from their offsets, in a source with an index their sizes, and the fields that are asked for; the texts
+  where documents are no more. Raises CorruptError. place: where the document at an offset is, for a message."""
 
   domain: str
   name: str
   fingerprint: str
   count: int
-  read: Callable[[list[int], list[int]], list[bytes]]
-  record: Callable[[int, int], Mapping[str, Any]] | None = None
-  place: Callable[[int], str] | None = None  # where the document at an offset is, for a message
+  read: Callable[[list[int], list[int], tuple[str, ...]], Iterable[Any]]
+  place: Callable[[int], str]
+  is_text: bool = False
+
+  def texts(self, offsets: list[int], sizes: list[int], columns: tuple[str, ...]) -> list[bytes]:
+    found = zip(offsets, self.read(offsets, sizes, columns), strict=True)
+    return [record if self.is_text else join_columns(self.place(n), record, columns) for n, record in found]
 
 
 class RecordSource(Source):
   """The documents of all shards, numbered consecutively. A document's offset is its number in the shard. index: offset
   and size of each document instead (int64[n] each). exact: these sizes are those of the texts."""
 
-  def __init__(self, shards: Sequence[Shard], notes: Sequence[str] = (),
-               index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False,
-               fields: Sequence[str] = ()):  # fmt: skip
+  def __init__(self, shards: Sequence[Shard], cfg: DataConfig, notes: Sequence[str] = (),
+               index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False):  # fmt: skip
     self.domains, self.notes = tuple(dict.fromkeys(shard.domain for shard in shards)), tuple(notes)
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
     self.fingerprint = f"{text_hash(*itertools.chain(*self.files.items())):016x}"
-    self._shards, self._index, self._exact = shards, index, exact
+    self._shards, self._columns, self._index, self._exact = shards, cfg.train_data_columns, index, exact
     self._ends = np.cumsum([shard.count for shard in shards], dtype=np.int64)
     self._domain_number = np.array([self.domains.index(shard.domain) for shard in shards], np.int64)
     self._shard_hash = np.array([text_hash(shard.domain, shard.name) for shard in shards], np.uint64)
@@ -66,22 +71,22 @@ class RecordSource(Source):
         raise ConfigError(f"domain '{domain}' has no documents: {names} cannot be read or hold none")
     if index is None:  # estimated from some records
       some = np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64))
-      sizes = [len(text) for text in read_or_skip(self.texts, some) if text is not None]
+      sizes = [len(text) for text in base.read_or_skip(self.texts, some) if text is not None]
       self.num_bytes = int(np.mean(sizes) * len(self)) if sizes else 0
     else:
       self.num_bytes = int(index[1].sum())
-    self._fields = self._kept(fields)
+    self._fields = self._kept(cfg.document_fields)
     self.fields = tuple(self._fields)
 
   def _kept(self, asked: Sequence[str]) -> dict[str, str]:
     """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record lacks."""
-    wanted, known = wanted_fields(asked), {}  # the first record of each domain that has records
+    wanted, known = base.wanted_fields(asked), {}  # the first record of each domain that has records
     for shard, end in zip(self._shards, self._ends.tolist(), strict=True):
-      if shard.record and shard.count and shard.domain not in known:
+      if not shard.is_text and shard.count and shard.domain not in known:
         with contextlib.suppress(CorruptError):  # reported when its text is read
-          known[shard.domain] = self._record(end - shard.count)
+          known[shard.domain] = self._record(end - shard.count, wanted)
     for domain, record in known.items() if asked else ():
-      check_known("document_fields", wanted.values(), record, f"domain '{domain}'")
+      base.check_known("document_fields", wanted.values(), record, f"domain '{domain}'")
     if asked and not known:
       raise ConfigError(f"document_fields={','.join(asked)}: the data has no records with fields; leave it empty")
     return wanted if asked or any("id" in record for record in known.values()) else {}
@@ -91,16 +96,19 @@ class RecordSource(Source):
     number, offset = (int(x[0]) for x in self._locate(np.array([index])))
     return self._shards[number], offset
 
-  def _record(self, index: int) -> Mapping[str, Any]:
+  def _record(self, index: int, fields: Mapping[str, str]) -> Mapping[str, Any]:
+    """The record of a document; empty where it is no object."""
     shard, offset = self._shard(index)
-    return shard.record(offset, 0 if self._index is None else int(self._index[1][index])) if shard.record else {}
+    size = 0 if self._index is None else int(self._index[1][index])
+    (record,) = shard.read([offset], [size], tuple(fields.values()))
+    return record if isinstance(record, dict) else {}
 
   def place(self, index: int) -> str:
     shard, offset = self._shard(index)
-    return shard.place(offset) if shard.place else f"{shard.name}, record {offset}"
+    return shard.place(offset)
 
   def document_fields(self, index: int) -> tuple[str, ...]:
-    record = self._record(index) if self._fields else {}
+    record = self._record(index, self._fields) if self._fields else {}
     return tuple(as_text(record.get(field)) for field in self._fields.values())
 
   def __len__(self) -> int:
@@ -130,7 +138,10 @@ class RecordSource(Source):
   def texts(self, indices: np.ndarray) -> list[bytes]:
     numbers, offsets = self._locate(indices)
     sizes = offsets if self._index is None else self._index[1][indices]
-    read = lambda n, places: self._shards[n].read(offsets[places].tolist(), sizes[places].tolist())  # noqa: E731
+
+    def read(number: int, places: np.ndarray) -> list[bytes]:
+      return self._shards[number].texts(offsets[places].tolist(), sizes[places].tolist(), self._columns)
+
     return read_by_shard(numbers, offsets, read)
 
 

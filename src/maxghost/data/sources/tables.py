@@ -3,6 +3,7 @@
 The latter are read through `tfds.data_source` (ArrayRecord), without TensorFlow.
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -13,7 +14,7 @@ from maxghost.config import ConfigError, DataConfig
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import columns_of, import_package, join_columns, read_all, take, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled
-from maxghost.data.sources.records import Opened, RecordSource, Shard
+from maxghost.data.sources.records import RECORD, Opened, RecordSource, Shard
 
 _ERRORS = (RuntimeError, OSError, ValueError)  # what ArrayRecord and Arrow raise
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -31,11 +32,12 @@ def load(cfg: DataConfig) -> RecordSource:
   names = {"hf": _name, "tfds": lambda name: name.split("/")[0].split(":")[0]}
   for domain, path in labelled("dataset_files", cfg.dataset_files, cfg.dataset_domains, names[kind], kind):
     table, name, files = opened.get(path, cfg)
-    seen = map(fingerprint, sorted(files)) if files else _texts(opened, path, cfg, [*range(len(table))], [])
-    prints = f"{text_hash(*seen):016x}"
-    record = functools.partial(_row, opened, path, cfg)
-    shards.append(Shard(domain, name, prints, len(table), functools.partial(_texts, opened, path, cfg), record))
-  return RecordSource(shards, fields=cfg.document_fields)
+    read, place = functools.partial(_read, opened, path, cfg), functools.partial(RECORD, path)
+    shard = Shard(domain, name, "", len(table), read, place)
+    seen = [fingerprint(file) for file in sorted(files)]
+    seen = seen or shard.texts([*range(len(table))], [], cfg.train_data_columns)
+    shards.append(dataclasses.replace(shard, fingerprint=f"{text_hash(*seen):016x}"))
+  return RecordSource(shards, cfg)
 
 
 def _name(path: str) -> str:
@@ -43,15 +45,9 @@ def _name(path: str) -> str:
   return Path(path).name if Path(path).expanduser().is_dir() else Path(path).name.partition(":")[0]
 
 
-def _row(opened: Opened, path: str, cfg: DataConfig, row: int, _: int) -> dict[str, Any]:
-  (found,) = read_all(opened.get(path, cfg)[0].__getitems__, [row], _ERRORS, path)
-  return found
-
-
-def _texts(opened: Opened, path: str, cfg: DataConfig, rows: list[int], sizes: list[int]) -> list[bytes]:
+def _read(opened: Opened, path: str, cfg: DataConfig, rows: list[int], _: list, __: tuple) -> list[dict[str, Any]]:
   table, _, _ = opened.get(path, cfg)  # each worker process opens it again
-  found = read_all(table.__getitems__, rows, _ERRORS, path)
-  return [join_columns(f"{path}, record {n}", one, cfg.train_data_columns) for n, one in zip(rows, found, strict=True)]
+  return read_all(table.__getitems__, rows, _ERRORS, path)
 
 
 def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:

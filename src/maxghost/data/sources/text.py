@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,18 +45,18 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   if cap and PARQUET in kinds:
     said = "does not work with Parquet, which does not tell the size of a row; use 0, or fewer files"
     raise ConfigError(f"dataset_domain_bytes={cap} {said}")
-  plain, parquet = Opened(_open, _OPEN_FILES), Opened(_Parquet, _OPEN_PARQUET)
-  packed, fields = Opened(_open, None if whole else 1), Opened(_Parquet, _OPEN_PARQUET)
-  names = (*base.wanted_fields(cfg.document_fields).values(), *(("domain",) if own else ()))
+  plain, packed = Opened(_open, _OPEN_FILES), Opened(_open, None if whole else 1)
+  tables = tuple(Opened(functools.partial(_Parquet, num), _OPEN_PARQUET) for num in (1, _FIELD_GROUPS))
   shards, offsets, sizes, notes, known = [], [], [], [], []
   used, unpacked = {}, 0  # bytes by domain
   for file, kind in zip(files, kinds, strict=True):
     is_packed = file.path.endswith(_PACKED)
-    index, read = (_index_rows, _read_rows) if kind == PARQUET else (_index_text, _read_text)
-    opened = parquet if kind == PARQUET else packed if is_packed else plain
-    arguments: tuple[Any, ...] = (opened, file.path, None if kind == TXT else cfg.train_data_columns)
+    opened: Any = tables if kind == PARQUET else packed if is_packed else plain
+    index, read, of = _index_text, _read_text, kind
+    if kind == PARQUET:
+      index, read, of = _index_rows, _read_rows, cfg.train_data_columns
     try:
-      offset, size = index(*arguments)
+      offset, size = index(opened, file.path, kind, cfg.train_data_columns)
     except base.CorruptError as error:
       notes.append(base.left_out(error, cfg.on_corrupt))
       offset = size = np.zeros(0, np.int64)
@@ -70,32 +70,30 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
         raise base.too_low_cap(cap, file.domain, int(ends[0]))
       used[file.domain] = int(ends[-1])
       offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
-    rows = functools.partial(_row_fields, fields, file.path, names)
-    record = {JSONL: functools.partial(_record, opened, file.path), PARQUET: rows}.get(kind)
-    read, place = functools.partial(read, *arguments), functools.partial(_place, opened, file.path, kind)
-    for domain, here in _by_domain(file.domain, record if own else None, offset, size).items():
+    read, place = functools.partial(read, opened, file.path, of), functools.partial(_place, opened, file.path, kind)
+    for domain, here in _by_domain(file.domain, read if own else None, offset, size).items():
       if not domain.isprintable():
         raise ConfigError(f"{place(int(offset[here[0]]))}: the domain {domain!r} holds control characters")
       known.append(domain)
       if not own or not cfg.dataset_domains or domain in cfg.dataset_domains:
-        shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, record, place))
+        shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, place, kind == TXT))
         offsets.append(offset[here])
         sizes.append(size[here])
   base.check_known("dataset_domains", cfg.dataset_domains if own else (), known, "the data")
   index, exact = (np.concatenate(offsets), np.concatenate(sizes)), set(kinds) == {TXT}
-  source = RecordSource(shards, notes, index, exact, cfg.document_fields)
+  source = RecordSource(shards, cfg, notes, index, exact)
   parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
 
 
-def _by_domain(label: str, record: Callable | None, offsets: np.ndarray, sizes: np.ndarray) -> dict[str, np.ndarray]:
+def _by_domain(label: str, read: Callable | None, offsets: np.ndarray, sizes: np.ndarray) -> dict[str, np.ndarray]:
   """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
   found: dict[str, list[int]] = {}
-  for number, place in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if record else ()):
+  for number, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if read else ()):
     own = None
     with contextlib.suppress(base.CorruptError):  # reported when it is read
-      own = record(*place).get("domain") if record else None
+      own = next(iter(read([offset], [size], ("domain",)))).get("domain") if read else None
     found.setdefault(own if own and isinstance(own, str) else label, []).append(number)
   return {domain: np.array(numbers) for domain, numbers in found.items()} or {label: np.arange(len(offsets))}
 
@@ -140,13 +138,13 @@ def _open(path: str) -> _File | bytes:
     raise base.CorruptError(f"{path} cannot be read: {error}") from error
 
 
-def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> tuple[np.ndarray, np.ndarray]:
-  """Offset and size of the file or, with columns, of each line of JSON that is not blank. Raises ConfigError."""
+def _index_text(opened: Opened, path: str, kind: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+  """Offset and size of a file of text, or of each line of JSON that is not blank. Raises ConfigError."""
   if path.endswith(_PACKED):
     view = np.frombuffer(opened.get(path), np.uint8)
   else:
     view = np.memmap(path, np.uint8, "r").view(np.ndarray) if os.path.getsize(path) else np.empty(0, np.uint8)
-  if columns is None:
+  if kind == TXT:
     return np.zeros(1, np.int64), np.array([len(view)], np.int64)
   parts = range(0, len(view), _LINES_BYTES)
   ends = [np.flatnonzero(view[first : first + _LINES_BYTES] == ord("\n")) + first for first in parts]
@@ -163,21 +161,18 @@ def _index_text(opened: Opened, path: str, columns: tuple[str, ...] | None) -> t
   return starts, sizes
 
 
-def _read_text(opened: Opened, path: str, columns: tuple[str, ...] | None, offsets: list, sizes: list) -> list[bytes]:
-  places = zip(offsets, sizes, strict=True)
-  if columns is None:
-    return [base.utf8(path, offset, _bytes(opened, path, offset, size)) for offset, size in places]
-  return [base.join_columns(f"{path} at byte {at}", _record(opened, path, at, size), columns) for at, size in places]
-
-
-def _record(opened: Opened, path: str, offset: int, size: int) -> dict[str, Any]:
-  """A line of JSON; empty where it is no object."""
-  raw = _bytes(opened, path, offset, size)
-  try:
-    record = json.loads(raw)
-  except (ValueError, RecursionError) as error:
-    raise base.CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
-  return record if isinstance(record, dict) else {}
+def _read_text(opened: Opened, path: str, kind: str, offsets: list, sizes: list, _: tuple) -> Iterator[Any]:
+  """Texts, or objects of lines of JSON; empty ones where a line holds none."""
+  for offset, size in zip(offsets, sizes, strict=True):
+    raw = _bytes(opened, path, offset, size)
+    if kind == TXT:
+      yield base.utf8(path, offset, raw)
+      continue
+    try:
+      record = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+      raise base.CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
+    yield record if isinstance(record, dict) else {}
 
 
 def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
@@ -189,9 +184,9 @@ def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
 
 
 class _Parquet:
-  """A Parquet file, read by row groups. Keeps the one read last, so read neighbouring rows together."""
+  """A Parquet file, read by row groups. Keeps the `num_groups` read last, so read neighbouring rows together."""
 
-  def __init__(self, path: str):
+  def __init__(self, num_groups: int, path: str):
     parquet = base.import_package("pyarrow.parquet", path)
     try:
       self.file = parquet.ParquetFile(path)
@@ -200,50 +195,35 @@ class _Parquet:
     metadata = self.file.metadata
     self.groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     self._path, self._ends = path, np.cumsum([group.num_rows for group in self.groups], dtype=np.int64)
-    self._rows = functools.lru_cache(1)(lambda group, columns: self._table(group, columns).to_pylist())
-    self._fields = functools.lru_cache(_FIELD_GROUPS)(self._table)
+    self._table = functools.lru_cache(num_groups)(self._read)
 
-  def row(self, number: int, columns: tuple[str, ...]) -> dict:
-    """{column: value}. Raises CorruptError."""
-    group, first = self._place(number)
-    return self._rows(group, columns)[number - first]
-
-  def fields(self, number: int, names: tuple[str, ...]) -> dict[str, Any]:
+  def row(self, number: int, names: tuple[str, ...]) -> dict[str, Any]:
     """{column: value, None for one that is not in `names`}. Raises CorruptError."""
-    group, first = self._place(number)
-    columns = self.file.schema_arrow.names
-    table = self._fields(group, tuple(name for name in columns if name in names))
+    group, columns = int(np.searchsorted(self._ends, number, side="right")), self.file.schema_arrow.names
+    first, table = self._table(group, tuple(name for name in columns if name in names))
     return dict.fromkeys(columns) | {name: table.column(name)[number - first].as_py() for name in table.column_names}
 
-  def _place(self, number: int) -> tuple[int, int]:
-    group = int(np.searchsorted(self._ends, number, side="right"))
-    return group, int(self._ends[group - 1]) if group else 0
-
-  def _table(self, group: int, columns: tuple[str, ...]) -> Any:
+  def _read(self, group: int, columns: tuple[str, ...]) -> tuple[int, Any]:
+    """The number of a group's first row, and its table."""
+    first = int(self._ends[group - 1]) if group else 0
     try:
-      return self.file.read_row_group(group, columns=list(columns))
+      return first, self.file.read_row_group(group, columns=list(columns))
     except Exception as error:  # as above
-      first = int(self._ends[group - 1]) if group else 0
       raise base.CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
 
 
-def _row_fields(opened: Opened, path: str, names: tuple[str, ...], row: int, _: int) -> dict[str, Any]:
-  with opened.lock:
-    return opened.get(path).fields(row, names)
-
-
-def _index_rows(opened: Opened, path: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _index_rows(tables: tuple, path: str, _: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
-  parquet = opened.get(path)
+  parquet = tables[0].get(path)
   columns, rows = base.columns_of(columns, parquet.file.schema_arrow.names, path), parquet.file.metadata.num_rows
   chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
   total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
   return np.arange(rows, dtype=np.int64), np.full(rows, max(1, total // max(1, rows)), np.int64)
 
 
-def _read_rows(opened: Opened, path: str, columns: tuple[str, ...], offsets: list, sizes: list) -> list[bytes]:
+def _read_rows(tables: tuple, path: str, columns: tuple, offsets: list, _: list, names: tuple) -> list[dict]:
+  """tables: to read the texts' `columns` from, which are asked for in order, and other fields."""
+  opened = tables[names != columns]
   with opened.lock:
     parquet = opened.get(path)
-    found = base.columns_of(columns, parquet.file.schema_arrow.names, path)
-    rows = [parquet.row(number, found) for number in offsets]
-  return [base.join_columns(f"{path}, row {n}", row, columns) for n, row in zip(offsets, rows, strict=True)]
+    return [parquet.row(number, names) for number in offsets]
