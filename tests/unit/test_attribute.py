@@ -333,7 +333,8 @@ def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
     respond=lambda *_: (None, 1.0, np.ones((1, 1, 50), np.float32)),
   )
   monkeypatch.setattr(offline, "Sketcher", lambda *_: ones)
-  about, corpus = {"directions": 50, "chunks": 4, "checkpoints": [[3, "x"]]}, SimpleNamespace(layout=None)
+  about = {"method": "contribution", "directions": 50, "chunks": 4, "checkpoints": [[3, "x"]]}
+  corpus = SimpleNamespace(layout=None)
   queries = {"q": SimpleNamespace(epoch_B=[0], arrays={})}
   ask = functools.partial(offline.nearest, CFG, folder=tmp_path, about=about, queries=queries, corpus=corpus)
   (chunks,) = ask(points=iter([Point(3, None, "x")]), top=4, by="nats").values()
