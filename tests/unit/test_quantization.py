@@ -172,7 +172,7 @@ def test_gradients_of_stochastic_rounding_are_those_of_one_draw():
   form = Rounded("int8", stochastic=True)
   x, w, b = random(5, 7), random(7, 6), random(5, 6)
   codes, scales = form.codes(jnp.asarray(b), (1,), True)
-  assert (np.asarray(codes) != np.asarray(INT8.codes(jnp.asarray(b), (1,), True)[0])).sum() > 4
+  assert (np.asarray(codes) != np.asarray(INT8.codes(jnp.asarray(b), (1,), True)[0])).any()
   used = np.asarray(codes * scales)
   for remat in (False, True):
     run = lambda x, w: dense.dot_general(x, w, dims(1, 2), form)  # noqa: E731
