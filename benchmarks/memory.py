@@ -248,6 +248,24 @@ def axis_rules(bench: Bench) -> Case:
   return case
 
 
+def quantized(bench: Bench) -> Case:
+  """The step of 8 layers with products of rounded operands, 16,384 tokens in a row."""
+  case, shape = Case(), ("base_num_decoder_layers=8", "max_target_length=16384", "segment_lengths=[]")
+  scored = ("ghost_rank=32", "ghost_direction=sgd", "ghost_val_batch_size=1")
+  peaks = {}
+  for kind in ("", "int8", "fp8"):
+    for keys, name in ((PLAIN, ""), (scored, " with scores")):
+      found = bench.step(*shape, *keys, f"quantization={kind}")
+      case.line(f"train step, quantization={kind or repr('')}{name}", found)
+      peaks[kind, name] = found.peak
+  for kind in ("int8", "fp8"):
+    case.figures += [
+      Figure(f"{kind}: bytes of the step{name} over bfloat16's", peaks[kind, name] / peaks["", name], form="{:.3f}")
+      for name in ("", " with scores")
+    ]
+  return case
+
+
 def head(bench: Bench) -> Case:
   """Output projection and cross-entropy of a large vocabulary: whole, in tiles, and in tiles with scores."""
   case = Case()
@@ -299,6 +317,7 @@ ROWS: dict[str, Callable[[Bench], Case]] = {
   "decoder_segments": decoder_segments,
   "axis_rules": axis_rules,
   "head": head,
+  "quantized": quantized,
   "recompute": recompute,
 }
 ON_THIS_MACHINE = {"recompute"}  # need no libtpu

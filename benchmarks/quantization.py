@@ -23,8 +23,9 @@ KINDS = {
   "fp8": None,
   "int8w": 1.002,
   "int4w": 1.03,
-  "~int4w": None,
+  "~int4w": 1.03,
 }  # the mean loss over float32's that is wanted
+ORDERS = 3
 SHAPE = (512, 576, 1536)  # tokens, inputs, outputs
 
 
@@ -40,7 +41,7 @@ def errors(kind: str) -> dict:
   rng = np.random.default_rng(0)
   x, w, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (SHAPE[:2], SHAPE[1:], SHAPE[::2]))
   dims = (((1,), (0,)), ((), ()))
-  row = {"products": kind}
+  row: dict = {"products": kind}
   found = []
   for precision in (None, Rounded(kind)):
     y, pull = jax.vjp(lambda x, w, p=precision: dense.dot_general(x, w, dims, p), x, w)
@@ -52,13 +53,13 @@ def errors(kind: str) -> dict:
   return row
 
 
-def across(graphdef, state, kind: str):
-  """The state with the matrices that `kind` makes of blocks which begin 16 inputs later, made whole again.
+def across(graphdef, state, kind: str, seed: int):
+  """The state with the matrices that `kind` makes with their inputs in a random order, made whole again.
 
-  The GGUF file of SmolLM2 holds blocks of 32 inputs in 4 bits, which blocks at the same places find again: a figure
-  for weights that were not in few bits before needs others.
+  The GGUF file of SmolLM2 holds blocks of 32 inputs in 4 bits, and a block of inputs from anywhere mixes several: a
+  figure for weights that were not in few bits before.
   """
-  import jax.numpy as jnp
+  import numpy as np
   from flax import nnx
 
   from maxghost.adapters import quantized
@@ -68,14 +69,17 @@ def across(graphdef, state, kind: str):
     kernel, axes = getattr(module, name), quantized.matrix_axes(module)
     depth = kernel.ndim - sum(axes)
     flat = kernel[...].reshape(*kernel.shape[:depth], -1, *kernel.shape[depth + axes[0] :])
-    turned = flat if form == "table" else jnp.roll(flat, -16, depth)
-    held = quantized.dequantize(quantized.quantize(turned, form, depth, 1), form, flat.dtype, depth)
-    back = held if form == "table" else jnp.roll(held, 16, depth)
+    order = np.arange(flat.shape[depth])
+    if form != "table":
+      np.random.default_rng(seed).shuffle(order)
+    mixed = flat.take(order, depth)
+    held = quantized.dequantize(quantized.quantize(mixed, form, depth, 1), form, flat.dtype, depth)
+    back = held.take(np.argsort(order), depth)
     setattr(module, name, kernel.replace(back.reshape(kernel.shape)))
   return nnx.state(model)
 
 
-def losses(model: str, kind: str) -> tuple[float, int]:
+def losses(model: str, kind: str, seed: int = 0) -> tuple[float, int]:
   """(mean loss of all tokens in nats, bytes of the weights). kind: of KINDS, "" or one behind a `~` (`across`)."""
   import jax
   import numpy as np
@@ -89,7 +93,7 @@ def losses(model: str, kind: str) -> tuple[float, int]:
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   graphdef, state = load_model.load(place, cfg, say=lambda _: None)
   if kind[:1] == "~":
-    state = across(graphdef, state, kind[1:])
+    state = across(graphdef, state, kind[1:], seed)
   texts = [*TEXTS, *((_measure.ROOT / "docs" / name).read_text("utf-8") for name in PAGES)]
   run = jax.jit(lambda state, ids: nnx.merge(graphdef, state)(ids))
   found = []
@@ -100,7 +104,7 @@ def losses(model: str, kind: str) -> tuple[float, int]:
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, model="")
+  args = _measure.arguments(__doc__ or "", model="")
   rows, figures, notes = [errors(kind) for kind in ("int8", "fp8")], [], []
   for row in rows:
     figures += [Figure(f"{row['products']}: {name}", row[name], form="{:.4f}") for name in row if name.endswith("rms")]
@@ -108,13 +112,11 @@ def main() -> int:
     base, whole = losses(args.model, "")
     notes.append(f"float32: {base:.4f} nats a token, {whole / 1e6:.0f} MB")
     for kind, limit in KINDS.items():
-      loss, size = losses(args.model, kind)
+      found = [losses(args.model, kind, seed) for seed in range(ORDERS if kind[:1] == "~" else 1)]
+      loss, size = max(found)
       notes.append(f"{kind}: {loss:.4f} nats a token, {size / 1e6:.0f} MB")
-      figures.append(
-        Figure(
-          f"{kind.replace('~', 'blocks elsewhere, ')}: mean loss over float32's", loss / base, limit, form="{:.4f}"
-        )
-      )
+      name = kind.replace("~", f"worst of {ORDERS} orders of inputs, ")
+      figures.append(Figure(f"{name}: mean loss over float32's", loss / base, limit, form="{:.4f}"))
   return _measure.publish("quantization", rows, figures, notes, path=args.json)
 
 

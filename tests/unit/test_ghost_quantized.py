@@ -29,6 +29,8 @@ CASES = {
   "int8 two_pass tied by tiles": TIED | TILED | {"remat_policy": "full"},
   "int8 reverse_scan experts": routed.MIXTRAL | FLOAT64,
   "fp8 concat": FLOAT64 | {"attention_bias": True, "mlp_bias": False},
+  "int8_stochastic two_pass by tiles": TIED | TILED | FLOAT64 | {"remat_policy": "full"},
+  "fp8_stochastic reverse_scan experts": routed.MIXTRAL | FLOAT64,
 }
 MORE = {
   "int8 two_pass experts": routed.GPT_OSS,
@@ -39,6 +41,10 @@ MORE = {
   "int8 concat tied": TIED | FLOAT64,
   "fp8 reverse_scan tied by tiles": TIED | TILED | FLOAT64,
   "fp8 two_pass experts": routed.GPT_OSS | FLOAT64,
+  "fp8_stochastic two_pass": {},
+  "int8_stochastic two_pass experts": routed.GPT_OSS | FLOAT64,
+  "int8_stochastic concat segments": {"segment_lengths": (1,)} | FLOAT64,
+  "fp8_stochastic two_pass by tiles of vocabulary": TIED | TILED | {"vocab_tiling_axis": "vocab"} | FLOAT64,
   "int8 two_pass soft cap": TILED | {"final_logits_soft_cap": 5.0},
 }
 
@@ -80,8 +86,21 @@ def test_scores_are_those_of_one_gradient_for_each_document(name):
       assert np.abs(np.asarray(unlike.additive) - np.asarray(result.additive)).max() > 1e-3 * largest
 
 
+def test_schedules_and_runs_take_the_same_draw():
+  """Gradients and scores with stochastic rounding: of two schedules, equal; of another run, bit for bit."""
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    run = lambda schedule, kind="int8_stochastic": ghost.GhostEngine(  # noqa: E731
+      cfg := tiny.make_config(quantization=kind, ghost_schedule=schedule, **FLOAT64), direction="sgd"
+    ).score(tiny.make_model(cfg), PACKED, VALIDATION)
+    one, again, other, plain = run("two_pass"), run("two_pass"), run("reverse_scan"), run("two_pass", "int8")
+    for read in (lambda r: r.dot, lambda r: jnp.concatenate([g.ravel() for g in jax.tree.leaves(r.grads)])):
+      a, b, c, d = (np.asarray(read(r)) for r in (one, again, other, plain))
+      np.testing.assert_array_equal(a, b)
+      assert np.abs(a - c).max() < 1e-12 * np.abs(a).max() and np.abs(a - d).max() > 1e-3 * np.abs(a).max()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int8_stochastic"])
 @pytest.mark.parametrize("mesh", ["fsdp 4 x tensor 2", "context 4 x data 2"])
 def test_a_mesh_trains_and_scores_as_one_device(quantization, mesh):
   """Up to roundings that another order of a sum decides."""
@@ -95,10 +114,16 @@ def test_a_mesh_trains_and_scores_as_one_device(quantization, mesh):
 
 
 @pytest.mark.slow
-def test_micro_batches_pass_the_self_check():
+@pytest.mark.parametrize("quantization", ["int8", "fp8_stochastic"])
+def test_micro_batches_pass_the_self_check(quantization):
   """Each has weights of its own, and so other scales of its cotangents than the whole batch."""
   batch = {name: value.repeat(2, 0) for name, value in meshes.BATCHES[0].items()}
-  changes = {"quantization": "int8", "ghost_direction": "sgd", "opt_type": "sgd", "gradient_accumulation_steps": 2}
+  changes = {
+    "quantization": quantization,
+    "ghost_direction": "sgd",
+    "opt_type": "sgd",
+    "gradient_accumulation_steps": 2,
+  }
   out = meshes.run({}, batches=[batch], **changes).outs[0]
   assert np.abs(out["contribution_BSK"]).max() > 0
   assert np.abs(out["check_rel_err"]).max() < 1e-6

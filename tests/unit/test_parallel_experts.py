@@ -29,10 +29,10 @@ MESHES = {
 }  # fmt: skip
 
 
-def layer_results(mesh: dict, rank: int = 0, qtype: str = ""):
+def layer_results(mesh: dict, rank: int = 0, qtype: str = "", **changes):
   """(y, gradients, scores of every Param by token, compiled text) of one routed layer with random Params, along random
   directions or, with a rank, factors. qtype: the matrices are in few bits, below adapters."""
-  cfg = meshes.make_config(mesh, **EXPERTS)
+  cfg = meshes.make_config(mesh, **EXPERTS, **changes)
   layout = meshes.make_layout(cfg, 8 if mesh else 1)
   rng = np.random.default_rng(3)
   layer = foreign.randomized(lambda rngs: moe.RoutedMoe(cfg.model, rngs=rngs), scale=1.0)
@@ -88,6 +88,18 @@ def test_a_layer_on_a_mesh_gives_the_numbers_of_one_device(name, one_device_laye
     assert meshes.relative_error(results[label], value) < 2e-6, label
   # Experts stay where they are: no device holds the matrices of all.
   assert "f32[12,24,10]" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8_stochastic", marks=pytest.mark.slow)])
+def test_products_of_codes_take_the_scale_of_an_experts_whole_width(quantization):
+  """With the width on two devices: outputs, gradients and scores are those of one."""
+  changes: dict = {"quantization": quantization}
+  (results, _), (expected, _) = (layer_results(m, **changes) for m in (MESHES["expert 2 x fsdp 2 x tensor 2"], {}))
+  plain, _ = layer_results({})
+  for label, value in expected.items():
+    assert meshes.relative_error(results[label], value) < 2e-6, label
+    if label in ("y", "x", "wo", "scores of wi_0", "scores of wo"):
+      assert meshes.relative_error(plain[label], value) > 2e-3, label  # rounding is there
 
 
 @pytest.mark.parametrize(

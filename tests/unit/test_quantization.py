@@ -137,6 +137,68 @@ def test_the_scale_of_a_divided_sum_is_that_of_the_whole():
       np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_stochastic_rounding_is_a_neighbour_and_on_average_the_number(kind, dtype):
+  """20,000 tokens with eleven equal numbers and further ones, by which their draws differ; bounds of 4.5 deviations."""
+  rng, count = np.random.default_rng(5), 20_000
+  fixed = np.array([3.0, 0, *rng.normal(size=9) * np.exp(-np.arange(9.0))])  # down to the smallest steps
+  g = np.concatenate([np.tile(fixed, (count, 1)), np.clip(rng.normal(size=(count, 8)), -2.9, 2.9)], 1).astype(dtype)
+  with jax.enable_x64(dtype == np.float64):
+    form = Rounded(kind, stochastic=True)
+    codes, scales = form.codes(jnp.asarray(g), (1,), True)
+    share = np.asarray(jnp.asarray(g) / scales, np.float64)
+    plain = np.asarray(Rounded(kind).rounded(jnp.asarray(g), (1,), True))
+    scale = np.asarray(scales)[0]
+    assert np.array_equal(form.rounded(jnp.asarray(g), (1,)), Rounded(kind).rounded(jnp.asarray(g), (1,)))
+    # Only cotangents; of a token alone and in another order the same draw.
+    assert np.array_equal(form.codes(jnp.asarray(g[7:8]), (1,), True)[0], codes[7:8])
+    assert np.array_equal(form.codes(jnp.asarray(g[::-1]), (1,), True)[0], codes[::-1])
+  octave = np.floor(np.log2(np.maximum(np.abs(share), 2.0**-14)))
+  step = np.ones_like(share) if kind == "int8" else 2.0 ** (octave - 2)
+  values = np.asarray(codes).astype(np.float64)
+  assert (values[:, 0] == (127 if kind == "int8" else 57344)).all() and (values[:, 1] == 0).all()
+  assert (np.abs(values - share) < step * (1 + 1e-5)).all()
+  assert np.array_equal(np.rint(values / step), values / step)
+  off = (values - share)[:, 2:11]
+  assert (np.abs(off.mean(0)) < 4.5 * off.std(0) / np.sqrt(count)).all() and (off.std(0) > 0).all()
+  assert (np.abs((plain - g)[:, 2:11].mean(0)) > 20 * off.std(0) * scale / np.sqrt(count)).sum() > 4
+  correlation = np.corrcoef(off.T) - np.eye(9)
+  assert np.abs(correlation).max() < 4.5 / np.sqrt(count)
+
+
+def test_gradients_of_stochastic_rounding_are_those_of_one_draw():
+  """Both gradients of a layer, and experts, take the same codes of the cotangent, whatever recomputes them."""
+  form = Rounded("int8", stochastic=True)
+  x, w, b = random(5, 7), random(7, 6), random(5, 6)
+  codes, scales = form.codes(jnp.asarray(b), (1,), True)
+  assert (np.asarray(codes) != np.asarray(INT8.codes(jnp.asarray(b), (1,), True)[0])).any()
+  used = np.asarray(codes * scales)
+  for remat in (False, True):
+    run = lambda x, w: dense.dot_general(x, w, dims(1, 2), form)  # noqa: E731
+    _, pull = jax.vjp(jax.checkpoint(run) if remat else run, x, w)
+    dx, dw = pull(jnp.asarray(b))
+    np.testing.assert_allclose(dx, used @ rounded(w, 1).T, rtol=1e-5, atol=1e-6 * np.abs(dx).max())
+    np.testing.assert_allclose(dw, rounded(x, 1).T @ used, rtol=1e-5, atol=1e-6 * np.abs(dw).max())
+  sizes = jnp.asarray([2, 3])
+  _, pull = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes, form), x, jnp.stack([w, w]))
+  grouped_dx, grouped_dw = pull(jnp.asarray(b))
+  np.testing.assert_allclose(grouped_dx, dx, rtol=1e-5, atol=1e-6 * np.abs(dx).max())
+  np.testing.assert_allclose(grouped_dw.sum(0), dw, rtol=1e-5, atol=1e-6 * np.abs(dw).max())
+
+
+@pytest.mark.parametrize("form", [INT8, Rounded("fp8", stochastic=True)])
+def test_a_sum_divided_by_hand_has_the_codes_of_the_whole(form):
+  """Inside `shard_map`, as for the width of experts."""
+  mesh, axes = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2), ("b", "a")
+  g = jnp.asarray(random(5, 24))
+  spec = jax.P(None, axes)
+  run = lambda g: form.codes(g, (1,), True, axes)  # noqa: E731
+  divided = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=(spec, jax.P()), check_vma=False)(g)
+  for found, expected in zip(divided, form.codes(g, (1,), True), strict=True):
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
 @pytest.mark.hf
 def test_qwix_has_the_same_integers(monkeypatch):
   """qwix ends int8 at 127.5, where every largest entry is a tie; with 127, products and input gradients are equal."""
@@ -161,6 +223,8 @@ def test_what_is_not_exact_or_not_possible_is_refused():
     ({"quantization": "fp8_full"}, "did you mean 'fp8'"),
     ({"quantization": "int8", "ghost_schedule": "forward_mode"}, "no cotangents to round"),
     ({"quantization": "int8", "ghost_curvature": "hessian"}, "second derivatives"),
+    ({"quantization": "fp8_stochastic", "ghost_schedule": "forward_mode"}, "no cotangents to round"),
+    ({"quantization": "int8_stochastic", "vocab_size": 151_936}, "use num_vocab_tiling=2 with vocab_tiling_axis=vocab"),
     ({"quantization": "fp8", "lora_rank": 4}, "lora_weight_qtype=int8"),
     ({"quantization": "int8", "num_experts": 4, "sparse_matmul": False}, "sparse_matmul=true"),
     ({"quantization": "int8", "vocab_size": 151_936}, "use num_vocab_tiling=2 with vocab_tiling_axis=vocab"),

@@ -192,7 +192,27 @@ def loop_bodies(text: str) -> list[Body]:
   return bodies
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8_stochastic"])
+def test_the_estimate_of_a_step_of_rounded_products_is_near_the_compilers(quantization, compiled_for_tpu):
+  from maxghost.training.memory import estimate
+
+  keys = (
+    "base_emb_dim=1024", "base_mlp_dim=4096", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=128",
+    "base_num_decoder_layers=4", "vocab_size=8192", "num_vocab_tiling=8", "max_target_length=8192", "attention=flash",
+    "per_device_batch_size=1", "dtype=bfloat16", "weight_dtype=bfloat16", "remat_policy=full", "ghost_enabled=false",
+  )  # fmt: skip
+  memory = compiled_step(compiled_for_tpu, (*keys, f"quantization={quantization}")).memory_analysis()
+  has = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+  has -= memory.alias_size_in_bytes
+  given, plain = (estimate(config.load("configs/base.yml", *keys, f"quantization={q}")) for q in (quantization, ""))
+  assert plain.total < given.total and abs(given.total / has - 1) < 0.1
+
+
 def compiled_step_text(compiled_for_tpu, keys) -> str:
+  return compiled_step(compiled_for_tpu, keys).as_text()
+
+
+def compiled_step(compiled_for_tpu, keys):
   from maxghost.training import state
   from maxghost.training.step import make_train_step
 
@@ -202,4 +222,4 @@ def compiled_step_text(compiled_for_tpu, keys) -> str:
   graphdef, abstract = state.abstract_split(cfg)
   with shardings.tracing_for("tpu"):
     step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1)
-  return compiled_for_tpu(step, abstract, batch, (), donate=(0,)).as_text()
+  return compiled_for_tpu(step, abstract, batch, (), donate=(0,))

@@ -4,7 +4,8 @@ A matrix [d, p] is cut into blocks of t inputs of one output, each with its larg
 smaller power of two that divides d. int8: the nearest multiple of m / 127. NF4 (Dettmers et al., arXiv:2305.14314): the
 nearest of 16 quantiles of the normal distribution, times m; two codes in a byte. m itself is kept as its mean over the
 matrix plus a multiple of s / 127 in 8 bits, s the largest difference in a block of gcd(256, p) outputs.
-int4: 16 even steps between two bfloat16 numbers; t is 32, and of `_SHARES` of the block's range the best is taken.
+int4: (code - z) q for codes 0 to 15; t is 8. The step q is s 2^(-k/8), s the largest of an output, and the zero z is
+(12 + 4 j) / 6; k and j below 16 lie in one byte. Pairs near the block's range are tried, for the least square error.
 
 *stack layer axes; d inputs over all input axes; *O output axes; p outputs in all. E experts, R rows of tokens.
 """
@@ -32,9 +33,10 @@ LEVELS = (
 )  # fmt: skip
 _STEPS = 127  # of an 8-bit code on each side of zero
 _TILE, _BLOCK = 64, 256  # inputs in a block, and sizes of blocks with one scale
-_SHARES = [1 - 0.03 * i for i in range(1, 11)]
+_TILE4, _LEAST_ZERO, _ZERO_STEP = 8, 12, 4  # int4: inputs in a block; zeros, in sixths: a third are codes
+_TRIED = tuple(itertools.product(range(-5, 2), (-1, 0, 1)))  # steps and zeros beside those of the block's range
 NAMES: dict[str, tuple[str, ...]] = {
-  "int8": ("codes", "sizes"), "table": ("codes", "sizes"), "int4": ("codes", "sizes", "least"),
+  "int8": ("codes", "sizes"), "table": ("codes", "sizes"), "int4": ("codes", "steps", "scales"),
   "nf4": ("codes", "sizes", "size_scales", "size_means"),
 }  # fmt: skip
 # Values of `quantization`: the matrices of layers, and those of the vocabulary (output head; tables have a size a row).
@@ -48,21 +50,21 @@ class Frozen(nnx.Variable):
 def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
   """The parts of a kernel [*stack, *I, *O] by name (`NAMES`); floats are float32, or the kernel's float64.
 
-  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4 and int4. sizes: m, [*stack, d / t, p]; for int4 the
-  steps, bfloat16, and `least` like it; int8 for nf4, with size_scales [*stack, d / t, blocks] and size_means
-  [*stack, 1, 1]. Form `table`: of rows [V, D], sizes [V, 1].
+  codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4 and int4. sizes: m, [*stack, d / t, p]; int8 for
+  nf4, with size_scales [*stack, d / t, blocks] and size_means [*stack, 1, 1]. steps: k + 16 j, uint8 [*stack, d / t,
+  p], with scales: s, bfloat16 [*stack, 1, p]. Form `table`: of rows [V, D], sizes [V, 1].
   """
   wide = jnp.promote_types(kernel.dtype, jnp.float32)
   if qtype == "table":
     sizes = jnp.abs(kernel.astype(wide)).max(-1, keepdims=True)
     codes = jnp.round(kernel.astype(wide) / jnp.where(sizes == 0, 1, sizes) * _STEPS)
     return {"codes": codes.astype(jnp.int8), "sizes": sizes}
-  tile = math.gcd(_TILE // 2 if qtype == "int4" else _TILE, math.prod(kernel.shape[depth : depth + in_axes]))
+  tile = math.gcd(_TILE4 if qtype == "int4" else _TILE, math.prod(kernel.shape[depth : depth + in_axes]))
   stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
   blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
   if qtype == "int4":
-    steps, least, index = _int4(blocks)
-    return {"codes": _packed(index.astype(jnp.uint8), stack, outputs), "sizes": steps, "least": least}
+    scales, steps, index = _int4(blocks)
+    return {"codes": _packed(index.astype(jnp.uint8), stack, outputs), "steps": steps, "scales": scales}
   sizes = jnp.abs(blocks).max(-2)
   share = blocks / jnp.where(sizes == 0, 1, sizes)[..., None, :]
   if qtype == "int8":
@@ -78,24 +80,37 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
 
 
 def _int4(blocks):
-  """(steps, least values, codes 0 to 15) of blocks [..., t, p]: of the steps tried, those of least square error."""
+  """(scales, steps, codes 0 to 15) of blocks [..., blocks, t, p]: of the steps tried, those of least square error."""
   low, high = blocks.min(-2, keepdims=True), blocks.max(-2, keepdims=True)
+  longest = (_LEAST_ZERO + 15 * _ZERO_STEP) / 6  # codes below the largest zero; there are more above the least one
+  whole = jnp.maximum((high - low) / 15, jnp.maximum(high, -low) / longest)  # a step that clips nothing
+  scales = whole.max(-3, keepdims=True).astype(jnp.bfloat16)
+  own = jnp.floor(8 * jnp.log2(scales.astype(blocks.dtype) / jnp.maximum(whole, jnp.finfo(blocks.dtype).tiny)))
 
-  def coded(share):
-    step = ((high - low) * share / 15).astype(jnp.bfloat16)
-    wide = step.astype(blocks.dtype)
-    least = ((high + low) / 2 - 7.5 * wide).astype(jnp.bfloat16)
-    rest = blocks - least.astype(blocks.dtype)
-    index = jnp.clip(jnp.round(rest / jnp.where(wide == 0, 1, wide)), 0, 15)
-    return step.squeeze(-2), least.squeeze(-2), index, jnp.square(index * wide - rest).sum(-2, keepdims=True)
+  def coded(tried):
+    k = jnp.clip(own + tried[0], 0, 15).astype(jnp.uint8)
+    step = scales.astype(blocks.dtype) * _fraction(k, blocks.dtype)
+    step = jnp.where(step == 0, 1, step)
+    j = jnp.round((45 - 3 * (low + high) / step - _LEAST_ZERO) / _ZERO_STEP) + tried[1]
+    j = jnp.clip(j, 0, 15).astype(jnp.uint8)
+    share, zero = blocks / step, (_LEAST_ZERO + _ZERO_STEP * j.astype(blocks.dtype)) / 6
+    index = jnp.clip(jnp.round(share + zero), 0, 15)
+    return k | (j << 4), index, jnp.square((index - zero - share) * step).sum(-2, keepdims=True)
 
-  def better(best, share):
-    error = coded(share)[-1]
-    return jax.tree.map(lambda a, b: jnp.where(error < best[1], a, b), (share, error), best), None
+  def better(best, tried):
+    steps, _, error = coded(tried)
+    return jax.tree.map(lambda a, b: jnp.where(error < best[-1], a, b), (steps, *tried, error), best), None
 
-  one = jnp.ones_like(low)
-  (share, _), _ = jax.lax.scan(better, (one, coded(one)[-1]), jnp.asarray(_SHARES, blocks.dtype))
-  return coded(share)[:3]
+  none = jnp.zeros_like(low)
+  start = none.astype(jnp.uint8), none, none, none + jnp.inf
+  (_, *best, _), _ = jax.lax.scan(better, start, tuple(jnp.asarray(_TRIED, blocks.dtype).T))
+  steps, index, _ = coded(best)
+  return scales.squeeze(-2), steps.squeeze(-2), index
+
+
+def _fraction(k, dtype):
+  """2^(-k/8) for k below 16."""
+  return math.prod(jnp.where((k >> i) & 1 == 1, jnp.asarray(2.0 ** -(2**i / 8), dtype), 1) for i in range(4))
 
 
 def _packed(index, stack, outputs):
@@ -106,7 +121,8 @@ def _packed(index, stack, outputs):
 
 def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
   """The matrix [*stack, d, *O] of its parts, computed in float32 (float64 for that dtype)."""
-  codes, sizes, wide = parts["codes"], parts["sizes"], jnp.promote_types(dtype, jnp.float32)
+  codes, sizes = parts["codes"], parts["scales" if qtype == "int4" else "sizes"]
+  wide = jnp.promote_types(dtype, jnp.float32)
   if qtype == "table":
     return (codes.astype(wide) * (sizes.astype(wide) / _STEPS)).astype(dtype)
   stack, outputs = codes.shape[:depth], codes.shape[depth + 1 :]
@@ -117,11 +133,13 @@ def dequantize(parts: dict[str, Any], qtype: str, dtype, depth: int = 0):
     sizes = parts["size_means"].astype(wide) + rest.reshape(sizes.shape)
     share = _levels(jnp.stack([codes & 15, codes >> 4], -2), wide)
   elif qtype == "int4":
-    sizes, share = sizes.astype(wide), jnp.stack([codes & 15, codes >> 4], -2).astype(wide)
+    steps, sixths = parts["steps"], 6 * jnp.stack([codes & 15, codes >> 4], -2).astype(wide)
+    zeros = _LEAST_ZERO + _ZERO_STEP * (steps >> 4).astype(wide)
+    share = sixths.reshape(*steps.shape[:-1], -1, steps.shape[-1]) - zeros[..., None, :]
+    sizes = sizes.astype(wide) * _fraction(steps & 15, wide) / 6
   else:
     sizes, share = sizes.astype(wide), codes.astype(wide) / _STEPS
   blocks = share.reshape(*sizes.shape[:-1], -1, sizes.shape[-1]) * sizes[..., None, :]
-  blocks = blocks + parts["least"].astype(wide)[..., None, :] if qtype == "int4" else blocks
   return blocks.reshape(*stack, -1, *outputs).astype(dtype)
 
 

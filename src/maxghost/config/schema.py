@@ -13,7 +13,7 @@ from typing import Any
 
 from maxghost.config import plugins
 from maxghost.config.families import FAMILIES
-from maxghost.config.validate import DISTRIBUTED, reweighting_parts, value_problems
+from maxghost.config.validate import DISTRIBUTED, ROUNDED, reweighting_parts, value_problems
 from maxghost.config.values import MOST, ConfigError
 
 WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that are not trained
@@ -98,7 +98,7 @@ class ModelConfig:
   dtype: str = key("float32", choices=("float32", "bfloat16", "float64"))
   weight_dtype: str = key("float32", choices=("float32", "bfloat16", "float64"))
   matmul_precision: str = key("default", choices=("default", "high", "highest"))
-  quantization: str = key("", choices=("", "int8", "fp8", *WEIGHTS_ONLY))
+  quantization: str = key("", choices=("", *ROUNDED, *WEIGHTS_ONLY))
   quantize_kvcache: bool = key(False)
   attention: str = key("autoselected", choices=("autoselected", "dot_product", "blockwise", "flash"))
   scan_layers: bool = key(True)

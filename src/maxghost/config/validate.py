@@ -20,6 +20,7 @@ BYTE_IDS = 259  # 256 bytes, and the begin, end and padding ids
 # Outermost first: axes that split rows vary slowest, so that a process holds whole rows; tensor, which communicates
 # most, varies fastest.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
+ROUNDED = ("int8", "fp8", "int8_stochastic", "fp8_stochastic")  # values of `quantization` for training
 INT8_TERMS = 2**31 // 127**2  # products of int8 whose sum always fits in int32
 
 
@@ -136,14 +137,14 @@ def experts(v: Values) -> Iterator[str]:
 def quantization(v: Values) -> Iterator[str]:
   if v.quantize_kvcache and v.objective == "grpo":
     yield f"{v['quantize_kvcache']} samples from another model than objective=grpo trains; use quantize_kvcache=false"
-  if v.quantization not in ("int8", "fp8"):
+  if v.quantization not in ROUNDED:
     return
   given = v["quantization"]
   if v.lora_rank:
     below = f"lora_weight_qtype=int8 below {v['lora_rank']}"
     yield f"{given} is for weights that are trained; use quantization='', and {below}"
   terms = -(-v.vocab_size // (v.num_vocab_tiling if v.vocab_tiling_axis == "vocab" else 1))
-  if v.quantization == "int8" and terms > INT8_TERMS:
+  if v.quantization.startswith("int8") and terms > INT8_TERMS:
     least, room = -(-v.vocab_size // INT8_TERMS), f"int32 holds {INT8_TERMS} int8 products"
     way = f"num_vocab_tiling={least} with vocab_tiling_axis=vocab, or quantization=fp8"
     yield f"{given} sums over {terms} of the {v['vocab_size']} words, and {room}; use {way}"
@@ -414,7 +415,7 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
   if curvature == "hessian" and v.ghost_val_every > 1:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  if curvature == "hessian" and v.quantization in ("int8", "fp8"):
+  if curvature == "hessian" and v.quantization in ROUNDED:
     yield f"{v[key]} takes second derivatives, which {v['quantization']} has not; use {key}={none}, or quantization=''"
   own = plugins.OBJECTIVES[v.objective].validated_by or v.objective
   own_losses = any((plugins.without_objective(text)[1] or own) != v.objective for text in v.ghost_val_sets or ("",))
@@ -434,7 +435,7 @@ def scoring(v: Values) -> Iterator[str]:
     "further_tokens": (v.ghost_enabled and v.mtp_num_layers > 0, "mtp_num_layers", "0"),
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
     "clipping": (v.ghost_enabled and clips, "ghost_direction", "path"),
-    "rounding": (v.ghost_enabled and v.quantization in ("int8", "fp8"), "quantization", "''"),
+    "rounding": (v.ghost_enabled and v.quantization in ROUNDED, "quantization", "''"),
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
   named = {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()}

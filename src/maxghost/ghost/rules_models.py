@@ -94,7 +94,8 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   g_RD = rows.own(rows.take(b_nTD.reshape(-1, b_nTD.shape[-1]).astype(h_RF.dtype)) * weight_R[:, None])
 
   def back(name: str, g_RO):
-    return product(g_RO, module.matrix(params, name), rows.sizes_E, rounding.back(module.precision), contract=2)
+    precision = rounding.back(module.precision_of(name))
+    return product(g_RO, module.matrix(params, name), rows.sizes_E, precision, contract=2)
 
   def narrow(name: str, g_RO):  # the cotangent of an adapter's x a
     return back(f"{name}_lora_b", g_RO) * jnp.asarray(module.lora_scale, g_RO.dtype)
@@ -115,7 +116,7 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
   """Scores of one Param by token, [K, n, length]; the factors of all sets share one product with x and one with g."""
   wide, precision = jnp.promote_types(g_RO.dtype, jnp.float32), rounding.plain(module.precision)
   if not name.endswith("_bias"):
-    x_RI, g_RO = rounding.operands(module.precision, x_RI, g_RO)
+    x_RI, g_RO = rounding.operands(module.precision_of(name), x_RI, g_RO)
 
   def along(u):
     along_RO = rows.of_expert(u) if name.endswith("_bias") else product(x_RI, u, rows.sizes_E, precision)

@@ -45,7 +45,8 @@ _grouped = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0,))
 def product(x_R, w_GIO, sizes_G, precision=None, dtype=None, *, contract: int = 1):
   """As `grouped_matmul`, without its backward pass; contract=2: times the transposed matrices. dtype: of the result."""
   if isinstance(precision, rounding.Rounded):
-    (x, x_scale), (w, w_scale_G) = precision.codes(x_R, (1,), precision.cotangent), precision.codes(w_GIO, (contract,))
+    x, x_scale = precision.codes(x_R, (1,), precision.cotangent, precision.divided)
+    w, w_scale_G = precision.codes(w_GIO, (contract,), divided=precision.divided)
     y = product(x, w, sizes_G, None, precision.sum_type(x_scale.dtype, x_R, (1,)), contract=contract)
     scale_R = jnp.repeat(w_scale_G.squeeze(contract), sizes_G, axis=0, total_repeat_length=x_R.shape[0])
     scaled = (y.astype(x_scale.dtype) * x_scale * scale_R).astype(dtype or x_R.dtype)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import ModelConfig
+from maxghost.config.validate import ROUNDED
 from maxghost.models import dense
 from maxghost.models.rounding import Rounded
 from maxghost.parallel.shardings import setting
@@ -89,7 +90,8 @@ def keys_for_adapters(dropout_key):
 
 def precision(cfg: ModelConfig) -> Any:
   plain = None if cfg.matmul_precision == "default" else cfg.matmul_precision
-  return Rounded(cfg.quantization, plain) if cfg.quantization in ("int8", "fp8") else plain
+  kind, _, how = cfg.quantization.partition("_")
+  return Rounded(kind, plain, stochastic=bool(how)) if cfg.quantization in ROUNDED else plain
 
 
 def norm(cfg: ModelConfig, num_features: int | None = None, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from maxghost.config.schema import ModelConfig
-from maxghost.config.values import ConfigError
 from maxghost.models.autodiff import no_cotangent, with_backward
 from maxghost.models.grouped_matmul import grouped_matmul
 from maxghost.models.layers import HIDDEN, gated, linear, precision
@@ -186,6 +185,9 @@ class Split:
     return functools.reduce(lambda index, axis: index * self.mesh.shape[axis] + jax.lax.axis_index(axis), axes, 0)
 
 
+_WO = ("exp", "mlp", None)  # logical axes of wo
+
+
 def num_held(params: dict) -> int:
   """Number of experts whose parameters these are; it is the first axis of each."""
   return next(iter(params.values())).shape[0]
@@ -197,8 +199,14 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
   if layout is None or layout.num_devices == 1:
     return None
   rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
-  experts, width, _ = layout.rules.assign(("exp", "mlp", None), layer.wo_shape, "experts")
+  experts, width, _ = layout.rules.assign(_WO, layer.wo_shape, "experts")
   return Split(layout.mesh, rows, length, experts, width)
+
+
+def find_width(layer) -> tuple[str, ...]:
+  """`Split.width` of the layer."""
+  layout = shardings.current()
+  return () if layout is None or layout.num_devices == 1 else layout.rules.assign(_WO, layer.wo_shape, "experts")[1]
 
 
 class RoutedMoe(nnx.Module):
@@ -267,11 +275,6 @@ class RoutedMoe(nnx.Module):
     if not self.sparse:
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
     split, arrays = find_split(self, x_BTD.shape), (params, x_BTD, index_BTk, weight_BTk)
-    if split is not None and split.width and isinstance(self.precision, Rounded):
-      raise ConfigError(
-        f"quantization={self.precision.kind} has one scale for a sum over the experts' width, but the mesh divides it "
-        f"over {', '.join(split.width)}; use ici_expert_parallelism"
-      )
     return self.experts_sorted(*arrays) if split is None else split.run(self.experts_sorted, *arrays)
 
   def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
@@ -303,8 +306,14 @@ class RoutedMoe(nnx.Module):
     """A matrix of all experts, in the dtype of the products."""
     return params[name].astype(self.dtype)
 
+  def precision_of(self, name: str) -> Any:
+    """Of the products with a matrix; a scale of rounded operands serves the whole width of an expert."""
+    if not isinstance(self.precision, Rounded) or not (width := find_width(self)):
+      return self.precision
+    return dataclasses.replace(self.precision, **{"inputs" if name == "wo" else "outputs": width})
+
   def _product(self, params: dict, name: str, x_RI, rows: Rows):
-    return grouped_matmul(x_RI.astype(self.dtype), self.matrix(params, name), rows.sizes_E, self.precision)
+    return grouped_matmul(x_RI.astype(self.dtype), self.matrix(params, name), rows.sizes_E, self.precision_of(name))
 
   def _experts_dense(self, params: dict, x_BTD, index_BTk, weight_BTk):
     """`experts` by applying every expert to every token, for comparison: E / k times the work."""

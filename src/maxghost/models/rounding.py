@@ -3,6 +3,10 @@
 One scale serves all entries that a sum runs over: a token's, an output's of the weight; in the product with the
 transposed weight, an input's. No scale spans tokens, so that a document's gradient depends on its own tokens alone.
 A weight gradient is the sum over tokens, each with a scale of its own: a float product of rounded operands.
+
+Stochastic rounding of cotangents takes one of the two neighbours of a number, such that the mean is the number. Its
+draw is a hash of the signs and exponents of the token's cotangent, without a key or a counter: the same wherever and
+whenever the cotangent is formed (recomputed, on another mesh, after a restart), and another one after every update.
 """
 
 import dataclasses
@@ -11,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -25,25 +30,36 @@ PRODUCT = "rounded_product"  # by this name a remat policy keeps a product in pl
 class Rounded:
   """The `precision` of products of rounded operands. kind: int8 | fp8. plain: the precision of float products.
 
-  cotangent: the first operand is a cotangent, which fp8 holds in e5m2 and other operands in e4m3.
+  cotangent: the first operand is a cotangent, which fp8 holds in e5m2 and other operands in e4m3. stochastic: how
+  cotangents are rounded. inputs, outputs: inside `jax.shard_map`, the mesh axes that divide the weight's inputs or
+  outputs, of which there is one axis then.
   """
 
   kind: str
   plain: Any = None
   cotangent: bool = False
+  stochastic: bool = False
+  inputs: tuple[str, ...] = ()
+  outputs: tuple[str, ...] = ()
 
   @property
   def back(self) -> "Rounded":
     return dataclasses.replace(self, cotangent=True)
 
-  def codes(self, x, axes: tuple[int, ...], cotangent: bool = False):
-    """(codes, scales in float32 or wider with length 1 along `axes`); x is about codes * scales."""
-    dtype, bound = _FORMS["int8" if self.kind == "int8" else "e5m2" if cotangent else "e4m3"]
-    return _codes(x, axes, dtype, bound)
+  @property
+  def divided(self) -> tuple[str, ...]:
+    """The mesh axes that divide the sums of a product."""
+    return self.outputs if self.cotangent else self.inputs
 
-  def rounded(self, x, axes: tuple[int, ...], cotangent: bool = False):
+  def codes(self, x, axes: tuple[int, ...], cotangent: bool = False, divided: tuple[str, ...] = ()):
+    """(codes, scales in float32 or wider with length 1 along `axes`, which the mesh axes `divided` divide); x is about
+    codes * scales."""
+    dtype, bound = _FORMS["int8" if self.kind == "int8" else "e5m2" if cotangent else "e4m3"]
+    return _codes(x, axes, dtype, bound, cotangent and self.stochastic, divided)
+
+  def rounded(self, x, axes: tuple[int, ...], cotangent: bool = False, divided: tuple[str, ...] = ()):
     """codes * scales, in x's dtype."""
-    codes, scale = self.codes(x, axes, cotangent)
+    codes, scale = self.codes(x, axes, cotangent, divided)
     return (codes.astype(scale.dtype) * scale).astype(x.dtype)
 
   def dot(self, x, w, dims, out_dtype=None):
@@ -65,20 +81,58 @@ class Rounded:
     return jnp.int32 if self.kind == "int8" else wide
 
 
-def _codes(x, axes, dtype, bound: float):
+def _codes(x, axes, dtype, bound: float, stochastic: bool, divided: tuple[str, ...]):
   wide = jnp.promote_types(x.dtype, jnp.float32)
 
   @jax.custom_jvp
   def run(x):
-    scale = jnp.maximum(jnp.abs(x).max(axes, keepdims=True) / bound, jnp.finfo(wide).tiny)
+    largest = jnp.abs(x).max(axes, keepdims=True)
+    least = jnp.finfo(wide).tiny * (2.0**32 if stochastic else 1)  # XLA makes x / scale / step x / (scale * step)
+    scale = jnp.maximum((lax.pmax(largest, divided) if divided else largest) / bound, least)
     share = x / scale
-    return jnp.clip(jnp.round(share) if dtype == jnp.int8 else share, -bound, bound).astype(dtype), scale
+    if stochastic:
+      share = _drawn(share, axes, dtype, bound, divided)
+    elif dtype == jnp.int8:
+      share = jnp.round(share)
+    return jnp.clip(share, -bound, bound).astype(dtype), scale
 
   @run.defjvp
   def _tangent(primals, tangents):
     raise ValueError("quantised products have no derivative beside the straight-through gradient; use quantization=''")
 
   return run(x.astype(wide))
+
+
+def _drawn(share, axes, dtype, bound: float, divided):
+  """Each number rounded to a neighbour below or above among those of `dtype`, with its own mean."""
+  number = jnp.zeros(share.shape, jnp.uint32)
+  for axis in axes:
+    number = number * np.uint32(share.shape[axis]) + lax.broadcasted_iota(jnp.uint32, share.shape, axis)
+  if divided:
+    number += lax.axis_index(divided).astype(jnp.uint32) * np.uint32(share.shape[axes[-1]])
+  facts, kind = jnp.finfo(share.dtype), jnp.dtype(f"int{share.dtype.itemsize * 8}")
+  bits = lax.bitcast_convert_type(jnp.maximum(jnp.abs(share), 2.0**-20), kind)
+  exponent = bits >> facts.nmant
+  # Another order of a sum changes the last bits of a cotangent; exponents up to 2**-16 of the largest hardly change.
+  octave = jnp.maximum(exponent - (facts.maxexp + math.frexp(bound)[1] - 18), 0)
+  feature = 2 * octave + ((octave > 0) & (share > 0))
+  key = _mixed(number + 1)
+  seed = (feature.astype(jnp.uint32) * (key | 1)).sum(axes, keepdims=True, dtype=jnp.uint32)
+  seed = lax.psum(seed, divided) if divided else seed
+  uniform = (_mixed(key ^ _mixed(seed)) >> 8).astype(share.dtype) * 2.0**-24  # [0, 1)
+  if dtype == jnp.int8:
+    return jnp.floor(share + uniform)
+  own = jnp.finfo(dtype)  # numbers below the least normal one have its steps
+  step = jnp.maximum(lax.bitcast_convert_type(exponent << facts.nmant, share.dtype), float(own.tiny)) * 2.0**-own.nmant
+  return jnp.floor(share / step + uniform) * step
+
+
+def _mixed(x):
+  """A permutation of uint32 in which every input bit changes about half of the output bits: the last steps of
+  MurmurHash3."""
+  x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+  x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+  return x ^ (x >> 16)
 
 
 def back(precision):
@@ -97,4 +151,5 @@ def operands(precision, x, g, inputs: int = 1, outputs: int = 1):
   if not isinstance(precision, Rounded):
     return x, g
   axes = lambda a, count: tuple(range(a.ndim - count, a.ndim))  # noqa: E731
-  return precision.rounded(x, axes(x, inputs)), precision.rounded(g, axes(g, outputs), True)
+  x = precision.rounded(x, axes(x, inputs), divided=precision.inputs)
+  return x, precision.rounded(g, axes(g, outputs), True, precision.outputs)

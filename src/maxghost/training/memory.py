@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import config
+from maxghost.config.validate import ROUNDED
 from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices, state
@@ -298,7 +299,15 @@ class Step:
     if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
       whole = self.embed * self.device.part(self.model.base_mlp_dim, "activation_mlp")
       kept.append(Tensor((2, whole), self.compute, "matrices of one layer, from their codes"))
-    return {CARRIES: carries, WITHIN: [*kept, *self._working()]}
+    return {CARRIES: carries, WITHIN: [*kept, *self._working(), *self._rounded()]}
+
+  def _rounded(self) -> list[Tensor]:
+    """What products of rounded operands add to a layer's arrays."""
+    if self.model.quantization not in ROUNDED:
+      return []
+    widest = Tensor((self.tokens, self.feed_forward), "float32", "sum of a product of codes, before its scales")
+    operands = (self.tokens, self.embed + self.feed_forward)
+    return [widest, Tensor(operands, self.compute, "rounded operands of a weight gradient")]
 
   def _kept_per_token(self) -> list[tuple[str, int, str]]:
     """(name, width, dtype) of the arrays that the remat policy keeps of every layer."""
