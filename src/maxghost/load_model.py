@@ -111,9 +111,6 @@ def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callab
   if here in WEIGHTS_ONLY and there != here:
     model_path.check_whole(place, f"quantization={here}")
     raw = quantize.quantized(raw, cfg.model, here)
-  if there == "int4w" and any(str(name).endswith("least") for path in raw.nodes for name in path):
-    again = "make it anew with maxghost checkpoint quantize, of the model that it was made of"
-    raise LayoutError(f"{place.tree} holds the int4w of an older maxghost, in blocks of 32; {again}")
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
