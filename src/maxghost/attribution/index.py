@@ -9,6 +9,7 @@ N chunks, M blocks, R directions in G groups, Q queries.
 """
 
 import json
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ VERSION = 4  # 4: int8, and what ranks chunks
 KEYS = ("domain", "path", "offset", "chunk", "tokens")  # of a line of ids.jsonl
 HYBRID, SIMILARITY, NATS = ORDERS = ("hybrid", "similarity", "nats")  # what chunks are ranked by
 CONTRIBUTION, LESS = "contribution", "less"  # methods of an index
-_BLOCK = 1024  # chunks that are multiplied at a time
+_BLOCK = 256  # chunks that are multiplied at a time; as float32 a few MB, which stay in a cache
 _DAMPING = 0.1  # of C, in mean eigenvalues
 
 
@@ -135,6 +136,7 @@ class Index:
         if plain and more:
           part_NMR *= more["norm_NM"][here, :, None]
         found_QN[:, place] += weight_QD @ part_NMR.reshape(len(part_NMR), -1).T
+        _give_back(held_NMR)
     return found_QN
 
   def products(self, asked: list[np.ndarray], chunks) -> np.ndarray:
@@ -142,6 +144,7 @@ class Index:
     total: Any = 0.0
     for sketch_QMR, (held_NMR, more) in zip(asked, self._held, strict=True):
       part_NMR, size = held_NMR[chunks], held_NMR.shape[-1]
+      _give_back(held_NMR)
       if more:
         part_NMR = part_NMR * (more["norm_NM"][chunks, :, None] * np.float32(_peak(size) / 127))
       part_GND, sketch_GQD = self._grouped(part_NMR), self._grouped(sketch_QMR)
@@ -152,6 +155,12 @@ class Index:
     """[G, N, M R / G]."""
     split_NMGr = sketch_NMR.reshape(*sketch_NMR.shape[:2], self.groups, -1)
     return np.moveaxis(split_NMGr, 2, 0).reshape(self.groups, len(sketch_NMR), -1)
+
+
+def _give_back(held_NMR: Any) -> None:
+  """The pages of a memory-mapped file that have been read count as resident until the system is told to drop them."""
+  if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+    held_NMR.base.madvise(mmap.MADV_DONTNEED)
 
 
 def spans(ids: list[list]) -> list[tuple[int, int | None]]:
