@@ -81,7 +81,9 @@ def test_a_mesh_of_the_configuration_has_the_text_of_one_device(name, tmp_path, 
 
 
 def test_a_mesh_larger_than_the_machine_is_refused(tmp_path, capsys):
-  folder = saved(config.replace(tiny.make_config(), ici_tensor_parallelism=16, ici_fsdp_parallelism=1), tmp_path / "run")
+  folder = saved(
+    config.replace(tiny.make_config(), ici_tensor_parallelism=16, ici_fsdp_parallelism=1), tmp_path / "run"
+  )
   assert generate.main([str(folder), "--prompt", "ab"]) == 2
   assert "ici_tensor_parallelism=16 = 16 is not the 8 devices; use ici_tensor_parallelism=8" in capsys.readouterr().err
 

@@ -135,7 +135,8 @@ class Index:
         part_NMR = held_NMR[here].astype(wide)
         if plain and more:
           part_NMR *= more["norm_NM"][here, :, None]
-        found_QN[:, place] += weight_QD @ part_NMR.reshape(len(part_NMR), -1).T
+        # Not a product of matrices: for few queries the threads of a BLAS mostly wait for each other, block by block.
+        found_QN[:, place] += np.vecdot(part_NMR.reshape(len(part_NMR), 1, -1), weight_QD).T
         _give_back(held_NMR)
     return found_QN
 

@@ -253,14 +253,14 @@ class Sketcher:
       response = response_of(optimizer, taken.grads, taken.clip_factor)
       losses_T, pull = jax.vjp(lambda params: answer_loss(parts.merge(params), row)[0][0], parts.params)
       project = functools.partial(projected, key, response, taken.scale)
-      none_MR, linear = jax.linearize(project, jax.tree.map(jnp.zeros_like, parts.params))  # draws the directions once
+      like_MR, linear = jax.linearize(project, jax.tree.map(jnp.zeros_like, parts.params))  # draws the directions once
 
       def one(place):
         (gradient,) = pull(jnp.where(jnp.arange(len(losses_T)) == place, 1, 0).astype(losses_T.dtype))
         return taken.factor * linear(gradient)
 
       # One by one: a gradient of each of several tokens is an array that CPUs transpose for longer than they multiply.
-      each = lambda place: jax.lax.cond(place < 0, lambda _: none_MR, one, place)  # noqa: E731
+      each = lambda place: jax.lax.cond(place < 0, lambda _: jnp.zeros_like(like_MR), one, place)  # noqa: E731
       return losses_T[places_A], jax.lax.map(each, places_A)
 
     def sketch(key, train_state, scale, batch):

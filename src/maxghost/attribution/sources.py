@@ -49,7 +49,8 @@ class Sources:
     for point in points:
       self.index.check(point.step, point.digest)
       self._held.append((point.state, jax.block_until_ready(self._sketcher.step(point.state, step_batch))))
-      _give_back()
+    self._sketcher.step.clear_cache()  # it is not asked again
+    _give_back()
     self._texts, self._spans = Source(index_dir), spans(self.index.ids)
     self.notes += self._texts.open((about["fingerprint"],))
     try:
