@@ -37,26 +37,19 @@ def find(path: str | Path, config_file: str | None = None, otherwise: str | None
 
 
 def layout_of(cfg: Config) -> Any:
-  """The mesh of a configuration that names its axes (`ici_*` above 1), over as many devices; None: one device.
-
-  A machine with one device has no use for them. Imports JAX. Raises ConfigError for a mesh that needs more devices.
-  """
+  """The mesh that `ici_*` above 1 name, over as many devices; None: one device. Imports JAX. Raises ConfigError."""
   import jax
 
-  from maxghost.parallel.mesh import group_sizes
-  from maxghost.parallel.shardings import Layout
+  from maxghost.parallel import mesh, shardings
 
-  sizes, devices = [*group_sizes(cfg.parallel, "ici").values()], jax.devices()
-  if len(devices) == 1 or max(sizes) == 1 or max(sizes) < 0:
+  sizes, devices = [*mesh.group_sizes(cfg.parallel, "ici").values()], jax.devices()
+  if len(devices) == 1 or max(sizes) <= 1:
     return None
-  return Layout.of(cfg.parallel, devices if -1 in sizes else devices[: math.prod(sizes)])
+  return shardings.Layout.of(cfg.parallel, devices if -1 in sizes else devices[: math.prod(sizes)])
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = "", layout: Any = None):
-  """(graphdef, state) of the model, with its own adapters or `adapter` merged in. Imports JAX. Raises ConfigError.
-
-  layout: splits each array as it is read; None: the first device.
-  """
+  """(graphdef, state) of the model, split as `layout` says, with its adapters or `adapter` merged in. Imports JAX."""
   from flax import nnx
 
   from maxghost import adapters

@@ -10,6 +10,7 @@ N chunks, M blocks, R directions in G groups, Q queries.
 
 import json
 import mmap
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ class Index:
 
   def __init__(self, folder: Path, about: dict):
     self.folder, self._digests = folder, dict(about["checkpoints"])
-    self.ids = [json.loads(line) for line in (folder / "ids.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = map(json.loads, (folder / "ids.jsonl").read_text(encoding="utf-8").splitlines())
+    self.ids = [[sys.intern(domain), sys.intern(path), *rest] for domain, path, *rest in lines]
     self._held: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []
     for step in self._digests:
       sketches, whitening = (folder / name for name in files_of(step))

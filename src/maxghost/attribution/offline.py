@@ -32,8 +32,7 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import LanguageModelLoss, create
 from maxghost.scorelog import Writer
-from maxghost.training import state
-from maxghost.training.devices import compiler_options
+from maxghost.training import devices, state
 from maxghost.training.score_recorder import scored_rows
 from maxghost.training.step import make_train_step
 
@@ -276,7 +275,7 @@ class Sketcher:
       return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
     key = jax.random.key(_SEED)  # an argument: XLA would compute what depends on a constant one while it compiles
-    compiled = functools.partial(jax.jit, compiler_options=compiler_options())
+    compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options())
     self.prepare, self.step = objective.prepare, compiled(step)
     self.respond, self.ask, self.sketch = (functools.partial(compiled(f), key) for f in (respond, ask, sketch))
 
