@@ -127,7 +127,7 @@ class Index:
       if plain:
         weight_QMR = sketch_QMR * (_peak(size) / 127 / size if more else 1 / size)
       else:
-        weight_QMR = np.einsum("qmr,mrs->qms", _parted(sketch_QMR)[1], more["inverse_MRR"], optimize=True)
+        weight_QMR = np.einsum("qmr,mrs->qms", _parted(sketch_QMR)[1], more["inverse_MRR"])
         weight_QMR *= _peak(size) / 127 / blocks / len(asked)
       wide = np.float32 if more else held_NMR.dtype  # kept whole, also the precision is
       weight_QD = weight_QMR.reshape(len(weight_QMR), -1).astype(wide)
