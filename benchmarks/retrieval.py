@@ -1,11 +1,12 @@
 """Which document states the fact? Mean reciprocal rank of ours and of others, on facts planted in the default corpus.
 
-  python benchmarks/retrieval.py [--folder DIR] [--seed 0] [--places 40] [--steps 300] [--every 2] [key=value ...]
+  python benchmarks/retrieval.py [--folder DIR] [--seeds 0,1,2] [--places 40] [--steps 300] [--every 2] [key=value ...]
 
-`_facts.py` invents places and facts; a run of the default configuration trains on them (40 % of its rows) and on a part
-of the default corpus. Then every second fact is asked for: a query is the loss of the answer given the question, as in
-`maxghost ask`. Candidates are all documents of facts and 40 kB of the corpus. A folder with a run is used again.
-"words": without the documents that only use a question's words. Needs the `dev` extra.
+For each seed `_facts.py` invents places and facts; a run of the default configuration trains on them (40 % of its rows)
+and on a part of the default corpus, and keeps three checkpoints. Then every second fact is asked for: a query is the
+loss of the answer given the question, as in `maxghost ask`. Candidates are all documents of facts and 40 kB of the
+corpus. A folder with a run is used again. "words": without the documents that only use a question's words; ± is the
+standard error of the mean over the seeds. Scores of each method are kept in SEED/scores.npz. Needs the `dev` extra.
 """
 
 import json
@@ -20,11 +21,12 @@ from flax import nnx
 
 from maxghost import ask, attribute, config, data, train
 from maxghost.attribution import words
-from maxghost.attribution.index import NATS, Index
+from maxghost.attribution.index import NATS, Index, open_index
 from maxghost.attribution.sources import Sources
 
 DOMAINS = ("code", "docstrings", "manual", "tables")
 ASKED_BYTES = 10_000  # of each domain of the default corpus among the candidates
+CHECKPOINTS = 3
 
 
 def prepare(folder: Path, seed: int, places: int) -> list[_facts.Fact]:
@@ -47,8 +49,9 @@ def trained(folder: Path, seed: int, steps: int, overrides: list[str]) -> Path:
     shares = "facts=0.4,code=0.15,docstrings=0.15,manual=0.15,tables=0.15"
     made = [
       "run_name=run", f"base_output_directory={folder}", f"steps={steps}", f"init_weights_seed={seed}",
-      "dataset_type=text", f"dataset_files=[{files}]", f"dataset_mixture=[{shares}]", "ghost_val_sets=manual",
-      "eval_interval=-1", f"checkpoint_period={steps}", "enable_tensorboard=false",
+      "dataset_type=text", f"dataset_files=[{files}]", f"dataset_mixture=[{shares}]", "ghost_enabled=false",
+      "eval_interval=-1", f"checkpoint_period={steps // CHECKPOINTS}", "max_num_checkpoints_to_keep=0",
+      "enable_tensorboard=false",
     ]  # fmt: skip
     code = train.main([*made, *overrides])
     if code:
@@ -56,21 +59,15 @@ def trained(folder: Path, seed: int, steps: int, overrides: list[str]) -> Path:
   return folder / "run"
 
 
-def indexed(folder: Path, run: Path, direction: str) -> Path:
-  """An index along the optimizer's direction, or along the plain gradient."""
-  place = folder / f"index_{direction}"
+def opened(folder: Path, run: Path, direction: str) -> Sources:
+  """With an index of all checkpoints along the optimizer's direction, or of the newest along the plain gradient."""
+  place, newest = folder / f"index_{direction}", max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
   if not (place / "index.json").is_file():
     files = [f"facts={folder}/facts.jsonl", *(f"{name}={folder}/{name}_asked.jsonl" for name in DOMAINS)]
-    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    if attribute.main([str(newest), "--data", *files, "--index", str(place), "--direction", direction]):
+    asks = ["--data", *files, "--index", str(place), "--direction", direction]
+    if attribute.main([str(newest if direction == "sgd" else run), *asks]):
       sys.exit(2)
-  return place
-
-
-def opened(run: Path, place: Path) -> Sources:
-  newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-  run_dir, cfg, paths, place = ask.opened(newest, place)
-  return ask.open_sources(run_dir, cfg, paths, place)
+  return ask.open_sources(*ask.opened(newest, place))
 
 
 def embeddings(sources: Sources, texts: list[str], length: int = 256) -> np.ndarray:
@@ -100,56 +97,83 @@ def rank(score_N: np.ndarray, right: np.ndarray) -> int:
   return int(1 + ((score_N >= score_N[right].max()) & ~right).sum())
 
 
-def main() -> int:
-  args = _measure.arguments(__doc__, folder="runs/retrieval", seed=0, places=40, steps=300, every=2)
-  folder = Path(args.folder) / f"seed{args.seed}"
-  folder.mkdir(parents=True, exist_ok=True)
-  facts = prepare(folder, args.seed, args.places)
-  run = trained(folder, args.seed, args.steps, args.overrides)
-  lines = (folder / "facts.jsonl").read_bytes().split(b"\n")
-  starts = dict(zip(np.cumsum([0, *(len(line) + 1 for line in lines[:-1])]).tolist(), range(len(lines)), strict=True))
-  asked, scores = facts[:: args.every], {}
+def measured(folder: Path, asked: list[_facts.Fact], run: Path) -> tuple[dict, list[str], list]:
+  """({method: scores [Q, N]}, text and id of each candidate)."""
+  scores, texts, ids = {}, [], []
   for direction in ("auto", "sgd"):
-    sources = opened(run, indexed(folder, run, direction))
+    sources = opened(folder, run, direction)
     held: Index = sources.index
     encode = lambda text: sources.tokenizer.encode([text.encode()])[0].tolist()  # noqa: B023, E731
-    texts = sources._texts_of(list(range(len(held.ids))))
     sketches = []
     for fact in asked:
       prompt, answer = encode(fact.question + " "), encode(fact.answer)
-      sketches.append(sources._asked(np.array([sources.tokenizer.bos_id, *prompt, *answer]), len(answer))[1][0].sum(0))
-    queries = [np.stack(sketches)]
+      found = sources._asked(np.array([sources.tokenizer.bos_id, *prompt, *answer]), len(answer))[1]
+      sketches.append([token_AMR.sum(0) for token_AMR in found])
+    queries = [np.stack(own) for own in zip(*sketches, strict=True)]
     if direction == "sgd":
       scores["TracIn: product of gradients"] = held.scores(queries, NATS)
       scores["similarity, plain gradients"] = held.scores(queries)
       continue
+    texts, ids, about = sources._texts_of(list(range(len(held.ids)))), held.ids, open_index(held.folder)
     lexical = np.stack([words.Words(held.folder, len(texts)).scores(f"{f.question} {f.answer}") for f in asked])
-    own = held.scores(queries)
-    scores["nats: product through the optimizer"] = held.scores(queries, NATS)
-    scores["similarity (whitened unit blocks)"] = own
+    last = Index(held.folder, about | {"checkpoints": about["checkpoints"][-1:]})
+    for name, index, own in (("", last, queries[-1:]), (f", {len(queries)} checkpoints", held, queries)):
+      similar = index.scores(own)
+      scores[f"nats: product through the optimizer{name}"] = index.scores(own, NATS)
+      scores[f"similarity (whitened unit blocks){name}"] = similar
+      fused = [words.fused(a, b) for a, b in zip(similar, lexical, strict=True)]
+      scores[f"hybrid of both (the default){name}"] = np.stack(fused)
     scores["BM25"] = lexical
-    scores["hybrid of both (the default)"] = np.stack([words.fused(a, b) for a, b in zip(own, lexical, strict=True)])
     hidden_nD = embeddings(sources, texts)
     asked_QD = embeddings(sources, [f"{f.question} {f.answer}" for f in asked])
     scores["embedding: mean hidden state"] = asked_QD @ hidden_nD.T
-    scores["random"] = np.random.default_rng(0).random(own.shape)
-    line_N = np.array([starts[i[2]] if i[0] == "facts" else -1 for i in held.ids])
+    scores["random"] = np.random.default_rng(0).random(lexical.shape)
+  return scores, texts, ids
+
+
+def table(folder: Path, seed: int, args) -> dict[str, dict[str, float]]:
+  """{method: {figure: value}} of a seed."""
+  folder = folder / f"seed{seed}"
+  folder.mkdir(parents=True, exist_ok=True)
+  facts = prepare(folder, seed, args.places)
+  run = trained(folder, seed, args.steps, args.overrides)
+  lines = (folder / "facts.jsonl").read_bytes().split(b"\n")
+  starts = dict(zip(np.cumsum([0, *(len(line) + 1 for line in lines[:-1])]).tolist(), range(len(lines)), strict=True))
+  asked = facts[:: args.every]
+  scores, texts, ids = measured(folder, asked, run)
+  line_N = np.array([starts[i[2]] if i[0] == "facts" else -1 for i in ids])
   only_words = np.array(["only shrugged" in text for text in texts])
-  rows = []
+  right_QN = np.stack([np.isin(line_N, fact.stating) for fact in asked])
+  np.savez(folder / "scores.npz", right_QN=right_QN, only_words=only_words, **scores)
+  print(f"seed {seed}: {len(asked)} facts, {len(ids)} candidates, {only_words.sum()} of which only use the words")
+  rows = {}
   for name, score_QN in scores.items():
-    ranks = [[], []]
-    for fact, score_N in zip(asked, score_QN, strict=True):
-      right = np.isin(line_N, fact.stating)
-      ranks[0].append(rank(score_N, right))
-      ranks[1].append(rank(np.where(only_words, -np.inf, score_N), right))
-    row = {f"MRR {kind}": float(np.mean(1 / np.array(own))) for kind, own in zip(("all", "words"), ranks, strict=True)}
-    rows.append({"method": name} | row | {"first": float(np.mean(np.array(ranks[0]) == 1))})
-  print(f"{len(asked)} facts, {len(line_N)} candidates, {only_words.sum()} of which only use the questions' words")
-  for row in rows:
-    print("  ".join(f"{row['method']:40s}" if k == "method" else f"{k} {v:.3f}" for k, v in row.items()))
+    pairs = list(zip(score_QN, right_QN, strict=True))
+    ranks = np.array([rank(score_N, right_N) for score_N, right_N in pairs])
+    without = np.array([rank(np.where(only_words, -np.inf, score_N), right_N) for score_N, right_N in pairs])
+    rows[name] = {"MRR all": np.mean(1 / ranks), "MRR words": np.mean(1 / without), "first": np.mean(ranks == 1)}
+    rows[name] = {figure: float(value) for figure, value in rows[name].items()}
+  return rows
+
+
+def main() -> int:
+  args = _measure.arguments(__doc__, folder="runs/retrieval", seeds="0,1,2", places=40, steps=300, every=2)
+  seeds = [int(seed) for seed in args.seeds.split(",")]
+  tables = [table(Path(args.folder), seed, args) for seed in seeds]
+  rows = []
+  for name in tables[0]:
+    row: dict = {"method": name}
+    for figure in tables[0][name]:
+      values = np.array([one[name][figure] for one in tables])
+      error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+      row[figure], row[f"{figure} ±"] = float(values.mean()), float(error)
+    rows.append(row)
+    shown = [f"{figure} {row[figure]:.3f} ± {row[figure + ' ±']:.3f}" for figure in tables[0][name]]
+    print(f"{name:55s}", *shown, sep="  ")
   if args.json:
     with args.json.open("a") as file:
-      file.write(json.dumps({"benchmark": "retrieval", "seed": args.seed, "rows": rows} | _measure.machine()) + "\n")
+      line = {"benchmark": "retrieval", "seeds": seeds, "rows": rows, "tables": tables}
+      file.write(json.dumps(line | _measure.machine()) + "\n")
   return 0
 
 

@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
   args = parse(argv)
   from maxghost import load_model
   from maxghost.data.tokenizers import load_tokenizer
+  from maxghost.parallel import shardings
   from maxghost.serving import Generator, Sampling
   from maxghost.serving.batcher import Row
 
@@ -94,11 +95,13 @@ def main(argv: list[str] | None = None) -> int:
   texts = _prompts(args)
   prompts, stop_ids = encoded(texts, args.chat, cfg, tokenizer, place)
   num_slots = cache_size(args, cfg, max(map(len, prompts)))
-  graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter)
+  layout = load_model.layout_of(cfg)
+  graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter, layout)
   generator = Generator(graphdef, num_slots, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
   asked = [f"{text}\n" for text in texts] if args.chat else texts
-  _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
+  with shardings.use(layout):
+    _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
   seconds, count = generator.seconds, sum(row.num_tokens for row in rows)
   rate = f", {len(rows) * seconds.steps / seconds.loop:.1f} tokens/s" if seconds.steps else ""
   print(

@@ -36,8 +36,20 @@ def find(path: str | Path, config_file: str | None = None, otherwise: str | None
   return place, config.replace(cfg, **changes)
 
 
-def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = ""):
-  """(graphdef, state) of the model, with its own adapters or `adapter` merged in. Imports JAX. Raises ConfigError."""
+def layout_of(cfg: Config) -> Any:
+  """The mesh that `ici_*` above 1 name, over as many devices; None: one device. Imports JAX. Raises ConfigError."""
+  import jax
+
+  from maxghost.parallel import mesh, shardings
+
+  sizes, devices = [*mesh.group_sizes(cfg.parallel, "ici").values()], jax.devices()
+  if len(devices) == 1 or max(sizes) <= 1:
+    return None
+  return shardings.Layout.of(cfg.parallel, devices if -1 in sizes else devices[: math.prod(sizes)])
+
+
+def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = "", layout: Any = None):
+  """(graphdef, state) of the model, split as `layout` says, with its adapters or `adapter` merged in. Imports JAX."""
   from flax import nnx
 
   from maxghost import adapters
@@ -51,7 +63,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
       raise ConfigError(f"{place.tree} holds adapters of a model made from init_weights_seed; there is no base")
     place, cfg = model_path.find(given, "load_parameters_path"), plain(cfg)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
-  wanted = state.to_tree(state.abstract_arrays(abstract))
+  wanted = state.to_tree(state.abstract_arrays(layout.abstract(abstract) if layout else abstract))
   tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
   return graphdef, state.from_tree(tree, abstract)
 

@@ -1,20 +1,24 @@
 """The generate command on a small model with byte tokens, and a run that starts from given parameters."""
 
+import contextlib
 import json
 import subprocess
 import sys
 
+import jax
+import meshes
 import pytest
 import tiny
 from flax import nnx
 
-from maxghost import config, generate, load_model, train
+from maxghost import config, generate, load_model, serve, train
 from maxghost.attribution.metrics import read_samples
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
+from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
-from maxghost.serving import Generator, samples
+from maxghost.serving import Generator, Request, samples
 from maxghost.serving.batcher import Row
 from maxghost.serving.samples import Sampler
 from maxghost.training.state import to_tree
@@ -52,6 +56,45 @@ def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
   ids = progress.row(0)
   assert out == b"ab" + bytes(ids[ids < 256].tolist()).decode("utf-8", "replace").encode() + b"\n"
   assert b"5 tokens for 1 prompt;" in err and b"tokens/s" in err
+
+
+@pytest.mark.parametrize("name", ["tensor 4 x data 2", "fsdp 4 x tensor 2"])
+def test_a_mesh_of_the_configuration_has_the_text_of_one_device(name, tmp_path, capsysbinary):
+  """`generate` and `serve`: weights are split as they are read, and on one device both have the same text."""
+  plain, cfg = meshes.make_config({}), meshes.make_config(meshes.MESHES[name])
+  folder = saved(cfg, tmp_path / "run")
+  assert load_model.layout_of(plain) is None
+  assert generate.main([str(folder), "--prompt", "ab", "xyz", "--max_new_tokens", "6"]) == 0
+  out = capsysbinary.readouterr().out
+  graphdef, state = load_model.load(*load_model.find(folder))
+  prompts = [[256, *b"ab"], [256, *b"xyz"]]
+  progress = Generator(graphdef, 40, stop_ids=[257]).generate(state, prompts, 6)
+  texts = [ByteTokenizer().decode(progress.row(i)).decode("utf-8", "replace") for i in range(2)]
+  assert out.decode() == f"ab{texts[0]}\n\nxyz{texts[1]}\n\n"
+  split = load_model.load(*load_model.find(folder), layout=load_model.layout_of(cfg))[1]
+  assert any(x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(split))
+  with contextlib.closing(serve._open(serve.parse([str(folder), "--slots", "8", "--cache", "24"])).batcher) as batcher:
+    jobs = [batcher.submit(Request(tuple(prompt), 6)) for prompt in prompts]
+    found = [[token for piece in job for token in piece.ids] for job in jobs]
+  assert found == [progress.row(i).tolist() for i in range(2)]
+  assert any(x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(batcher._params))
+
+
+def test_a_mesh_larger_than_the_machine_is_refused(tmp_path, capsys):
+  folder = saved(
+    config.replace(tiny.make_config(), ici_tensor_parallelism=16, ici_fsdp_parallelism=1), tmp_path / "run"
+  )
+  assert generate.main([str(folder), "--prompt", "ab"]) == 2
+  assert "ici_tensor_parallelism=16 = 16 is not the 8 devices; use ici_tensor_parallelism=8" in capsys.readouterr().err
+
+
+def saved(cfg, run):
+  run.mkdir()
+  config.save(cfg, run / "config.yml")
+  manager = CheckpointManager(run / "checkpoints", asynchronous=False)
+  manager.save(3, {"model": to_tree(nnx.state(tiny.make_model(cfg)))}, {})
+  manager.close()
+  return run
 
 
 def test_a_question_is_asked_in_the_template_and_answered_on_a_line_of_its_own(folder, capsysbinary):

@@ -9,6 +9,8 @@ N chunks, M blocks, R directions in G groups, Q queries.
 """
 
 import json
+import mmap
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ VERSION = 4  # 4: int8, and what ranks chunks
 KEYS = ("domain", "path", "offset", "chunk", "tokens")  # of a line of ids.jsonl
 HYBRID, SIMILARITY, NATS = ORDERS = ("hybrid", "similarity", "nats")  # what chunks are ranked by
 CONTRIBUTION, LESS = "contribution", "less"  # methods of an index
-_BLOCK = 1024  # chunks that are multiplied at a time
+_BLOCK = 256  # chunks that are multiplied at a time; as float32 a few MB, which stay in a cache
 _DAMPING = 0.1  # of C, in mean eigenvalues
 
 
@@ -95,7 +97,8 @@ class Index:
 
   def __init__(self, folder: Path, about: dict):
     self.folder, self._digests = folder, dict(about["checkpoints"])
-    self.ids = [json.loads(line) for line in (folder / "ids.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = map(json.loads, (folder / "ids.jsonl").read_text(encoding="utf-8").splitlines())
+    self.ids = [[sys.intern(domain), sys.intern(path), *rest] for domain, path, *rest in lines]
     self._held: list[tuple[np.ndarray, dict[str, np.ndarray]]] = []
     for step in self._digests:
       sketches, whitening = (folder / name for name in files_of(step))
@@ -124,7 +127,7 @@ class Index:
       if plain:
         weight_QMR = sketch_QMR * (_peak(size) / 127 / size if more else 1 / size)
       else:
-        weight_QMR = np.einsum("qmr,mrs->qms", _parted(sketch_QMR)[1], more["inverse_MRR"], optimize=True)
+        weight_QMR = np.einsum("qmr,mrs->qms", _parted(sketch_QMR)[1], more["inverse_MRR"])
         weight_QMR *= _peak(size) / 127 / blocks / len(asked)
       wide = np.float32 if more else held_NMR.dtype  # kept whole, also the precision is
       weight_QD = weight_QMR.reshape(len(weight_QMR), -1).astype(wide)
@@ -134,7 +137,9 @@ class Index:
         part_NMR = held_NMR[here].astype(wide)
         if plain and more:
           part_NMR *= more["norm_NM"][here, :, None]
-        found_QN[:, place] += weight_QD @ part_NMR.reshape(len(part_NMR), -1).T
+        # Not a product of matrices: for few queries the threads of a BLAS mostly wait for each other, block by block.
+        found_QN[:, place] += np.vecdot(part_NMR.reshape(len(part_NMR), 1, -1), weight_QD).T
+        _give_back(held_NMR)
     return found_QN
 
   def products(self, asked: list[np.ndarray], chunks) -> np.ndarray:
@@ -142,6 +147,7 @@ class Index:
     total: Any = 0.0
     for sketch_QMR, (held_NMR, more) in zip(asked, self._held, strict=True):
       part_NMR, size = held_NMR[chunks], held_NMR.shape[-1]
+      _give_back(held_NMR)
       if more:
         part_NMR = part_NMR * (more["norm_NM"][chunks, :, None] * np.float32(_peak(size) / 127))
       part_GND, sketch_GQD = self._grouped(part_NMR), self._grouped(sketch_QMR)
@@ -152,6 +158,12 @@ class Index:
     """[G, N, M R / G]."""
     split_NMGr = sketch_NMR.reshape(*sketch_NMR.shape[:2], self.groups, -1)
     return np.moveaxis(split_NMGr, 2, 0).reshape(self.groups, len(sketch_NMR), -1)
+
+
+def _give_back(held_NMR: Any) -> None:
+  """The pages of a memory-mapped file that have been read count as resident until the system is told to drop them."""
+  if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+    held_NMR.base.madvise(mmap.MADV_DONTNEED)
 
 
 def spans(ids: list[list]) -> list[tuple[int, int | None]]:

@@ -9,7 +9,6 @@ B rows, S documents in a row, T positions, K queries, M blocks of a sketch, R di
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import LanguageModelLoss, create
 from maxghost.scorelog import Writer
-from maxghost.training import state
+from maxghost.training import devices, state
 from maxghost.training.score_recorder import scored_rows
 from maxghost.training.step import make_train_step
 
@@ -41,7 +40,6 @@ METHODS = {index.CONTRIBUTION: lambda *args: Sketcher(*args), index.LESS: Less}
 UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
 LESS_UNIT = "cosine of the query's gradient with the document's Adam update, times the learning rate, over checkpoints"
 _SEED = 4711
-_TOGETHER = 1 << 26  # parameters of gradients of single tokens that are held at a time
 
 
 class Point(NamedTuple):
@@ -210,7 +208,6 @@ class Sketcher:
     rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.direction)
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     answer_loss = dataclasses.replace(LanguageModelLoss.of(cfg).evaluation(), num_tiles=1)
-    size = sum(math.prod((*p.stack_shape, *p.shape)) for p in twin.scored)
     side = index.side_of(num_directions)
 
     def parts_of(train_state):
@@ -249,17 +246,21 @@ class Sketcher:
     def ask(key, train_state, taken: Step, row, places_A):
       """(losses [A], sketches [A, M, R] of P G / s times the factor) of the targets at some places of one row [1, T].
 
-      One backward pass for each; places < 0 have no gradient.
+      One backward pass for each; places < 0 have none, and no gradient.
       """
       parts, optimizer = parts_of(train_state)
       response = response_of(optimizer, taken.grads, taken.clip_factor)
       losses_T, pull = jax.vjp(lambda params: answer_loss(parts.merge(params), row)[0][0], parts.params)
+      project = functools.partial(projected, key, response, taken.scale)
+      like_MR, linear = jax.linearize(project, jax.tree.map(jnp.zeros_like, parts.params))  # draws the directions once
 
       def one(place):
-        cotangent_T = jnp.where(jnp.arange(len(losses_T)) == place, 1, 0).astype(losses_T.dtype)
-        return taken.factor * projected(key, response, taken.scale, *pull(cotangent_T))
+        (gradient,) = pull(jnp.where(jnp.arange(len(losses_T)) == place, 1, 0).astype(losses_T.dtype))
+        return taken.factor * linear(gradient)
 
-      return losses_T[places_A], jax.lax.map(one, places_A, batch_size=max(1, min(len(places_A), _TOGETHER // size)))
+      # One by one: a gradient of each of several tokens is an array that CPUs transpose for longer than they multiply.
+      each = lambda place: jax.lax.cond(place < 0, lambda _: jnp.zeros_like(like_MR), one, place)  # noqa: E731
+      return losses_T[places_A], jax.lax.map(each, places_A)
 
     def sketch(key, train_state, scale, batch):
       """(sketch [B, S, M, R] of each document's gradient times s, tokens [B, S])."""
@@ -274,8 +275,9 @@ class Sketcher:
       return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
     key = jax.random.key(_SEED)  # an argument: XLA would compute what depends on a constant one while it compiles
-    self.prepare, self.step = objective.prepare, jax.jit(step)
-    self.respond, self.ask, self.sketch = (functools.partial(jax.jit(f), key) for f in (respond, ask, sketch))
+    compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options())
+    self.prepare, self.step = objective.prepare, compiled(step)
+    self.respond, self.ask, self.sketch = (functools.partial(compiled(f), key) for f in (respond, ask, sketch))
 
 
 def _root(param, weighting, like):

@@ -5,6 +5,8 @@ sketch, R directions.
 """
 
 import codecs
+import contextlib
+import ctypes
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from maxghost.objectives.base import BATCH_ARRAYS
 TOKEN_TOP = 3  # documents of each token
 _AMONG = 8192  # chunks, the most similar to the whole answer, among which the documents of its tokens are sought
 _LENGTHS = tuple(2**power for power in range(6, 21))  # of the rows for which a query is compiled
-_PLACES = 8  # tokens of a compiled call
+_PLACES = 32  # tokens of a compiled call
 
 
 class Sources:
@@ -46,7 +48,9 @@ class Sources:
     self._held, step_batch = [], step_of(index_dir)
     for point in points:
       self.index.check(point.step, point.digest)
-      self._held.append((point.state, self._sketcher.step(point.state, step_batch)))
+      self._held.append((point.state, jax.block_until_ready(self._sketcher.step(point.state, step_batch))))
+    self._sketcher.step.clear_cache()  # it is not asked again
+    _give_back()
     self._texts, self._spans = Source(index_dir), spans(self.index.ids)
     self.notes += self._texts.open((about["fingerprint"],))
     try:
@@ -58,6 +62,7 @@ class Sources:
     """Compiles what a question with up to `length` tokens, its answer included, needs."""
     for size in _LENGTHS[: 1 + np.searchsorted(_LENGTHS, length).item()]:
       self._asked(np.zeros(size, np.int32), 1)
+      _give_back()
 
   def of_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], top: int = 10) -> dict[str, Any]:
     """The sources of an answer (docs/asking.md lists the keys); the query is its loss, summed over its tokens.
@@ -133,6 +138,12 @@ class Sources:
           values = int(row["step"]), int(row["epoch"]), float(row["contribution"][0])
           found[key].append(dict(zip(("step", "epoch", "contribution"), values, strict=True)))
     return [sorted(found[key], key=lambda one: one["step"]) for key in keys]
+
+
+def _give_back() -> None:
+  """The C library keeps hundreds of MB that XLA has freed after a compilation, until it is told to give them back."""
+  with contextlib.suppress(OSError, AttributeError):  # not the GNU C library
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _best(score_N: np.ndarray, num: int) -> list[int]:
