@@ -3,10 +3,12 @@
 S stages, R repeats, M micro-batches, L layers.
 """
 
+from typing import Any
+
 import meshes
 import pytest
 
-LAYERS = {"base_num_decoder_layers": 8, "ghost_val_batch_size": 4}
+LAYERS: dict[str, Any] = {"base_num_decoder_layers": 8, "ghost_val_batch_size": 4}
 PIPES = {
   "2 stages": {"ici_stage_parallelism": 2, "ici_fsdp_parallelism": 4, "num_pipeline_microbatches": 2},
   "2 x 2 repeats": {
