@@ -50,8 +50,13 @@ def run(body: Callable, x, scanned, inputs):
   pipe = Pipe.of(jax.tree.leaves(scanned)[0].shape[0], jax.tree.leaves(x)[0].shape[0])
   if not _whole_rows.get():
     specs = SHARED, STACKED, SHARED
-    function = lambda x, scanned, inputs: pipe.forward(body, x, pipe.chunks(scanned), inputs)[0]  # noqa: E731
-    return pipe.map(function, specs, SHARED)(x, scanned, inputs)
+    like = jax.tree.map(lambda x: x.dtype, x)
+
+    def local(x, scanned, inputs):
+      x = jax.tree.map(lambda x, dtype: x.astype(dtype), x, like)
+      return pipe.forward(body, x, pipe.chunks(scanned), inputs)[0]
+
+    return pipe.map(local, specs, SHARED)(jax.tree.map(_summable, x), scanned, inputs)
   floats, others = separate_floats(scanned)
   layered = lambda floats, others: pipe.chunks(join_floats(floats, others))  # noqa: E731
 
@@ -79,6 +84,12 @@ def run(body: Callable, x, scanned, inputs):
   function = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
   function.defvjp(forward, backward)
   return function(x, floats, others, inputs)
+
+
+def _summable(x):
+  """x in a dtype that can be summed over the stages: XLA's CPU compiler ends the process at sums of bfloat16."""
+  narrow = shardings.platform() == "cpu" and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+  return x.astype(jnp.float32) if narrow else x
 
 
 def _none(x):
@@ -128,16 +139,17 @@ class Pipe(NamedTuple):
 
   def forward(self, body: Callable, x, layers, inputs, keep: bool = False):
     """(output of the last layer, `kept` or None), whole on every stage."""
-    x, inputs = self._micro(x), self._micro(inputs)
-    step = lambda layer, x, inputs: body(x, layer, inputs)  # noqa: E731
+    x, inputs, pick = self._micro(x), self._micro(inputs), self._picked(layers)
+
+    def visited(x, layers, visit, own_inputs):
+      one = lambda x, layer: (body(x, layer, own_inputs), x if keep else None)  # noqa: E731
+      return jax.lax.scan(one, x, pick(layers, visit))
+
+    if self.repeats > 1:
+      visited = jax.checkpoint(visited, policy=_all_but_slices, prevent_cse=False)
 
     def chunk(x, visit, micro, valid, kept):
-      own_inputs = _take(inputs, micro)
-
-      def one(x, layer):
-        return step(layer, x, own_inputs), x if keep else None
-
-      x, seen = jax.lax.scan(one, x, _at(layers, visit))
+      x, seen = visited(x, layers, visit, _take(inputs, micro))
       return x, _put_chunk(kept, seen, visit, micro, valid) if keep else None
 
     kept = self._blank(layers, x) if keep else None
@@ -147,6 +159,7 @@ class Pipe(NamedTuple):
   def backward(self, body: Callable, cotangent, kept, layers, inputs):
     """(cotangent of x, cotangents of the outputs of this stage's layers as `kept`), from what `forward` kept."""
     cotangent, inputs, kept = self._micro(cotangent), self._micro(inputs), self._micro_kept(kept)
+    pick = self._picked(layers)
 
     def chunk(cotangent, visit, micro, valid, found):
       visit, own_inputs = self.repeats - 1 - visit, _take(inputs, micro)
@@ -156,7 +169,7 @@ class Pipe(NamedTuple):
         _, pull = jax.vjp(lambda x: body(x, layer, own_inputs), x)
         return pull(cotangent)[0], cotangent
 
-      scanned = _take_chunk(kept, visit, micro), _at(layers, visit)
+      scanned = _take_chunk(kept, visit, micro), pick(layers, visit)
       below, seen = jax.lax.scan(one, cotangent, scanned, reverse=True)
       return below, _put_chunk(found, seen, visit, micro, valid)
 
@@ -202,6 +215,13 @@ class Pipe(NamedTuple):
     (_, buffer, kept), _ = jax.lax.scan(iteration, start, jnp.arange(turns + last))
     return buffer, kept
 
+  def _picked(self, layers) -> Callable:
+    """pick([R, k, ...], visit) -> [k, ...]; of a single chunk the loop over iterations makes no copy."""
+    if self.repeats > 1:
+      return _at
+    single = jax.tree.map(lambda x: x.squeeze(0), layers)
+    return lambda layers, visit: single
+
   def _micro(self, tree):
     """[B, ...] -> [b, slots, ...]; slots that only fill a repeat hold copies."""
 
@@ -219,7 +239,7 @@ class Pipe(NamedTuple):
 
     def join(x):
       x = x[:, : self.num_micro].reshape(-1, *x.shape[2:])
-      return jax.lax.psum(jnp.where(own, x, jnp.zeros_like(x)), AXIS)
+      return jax.lax.psum(_summable(jnp.where(own, x, jnp.zeros_like(x))), AXIS).astype(x.dtype)
 
     return jax.tree.map(join, tree)
 
@@ -247,6 +267,11 @@ class Pipe(NamedTuple):
       return jnp.pad(x, fill + [(0, 0)] * (x.ndim - 4), mode="edge") if fill[3][1] else x
 
     return jax.tree.map(cut, tree)
+
+
+def _all_but_slices(primitive, *_, **__) -> bool:
+  """Autodiff would keep each iteration's slices of the stacked weights, which it can cut again."""
+  return primitive.name not in ("dynamic_slice", "squeeze")
 
 
 def _take(tree, micro):

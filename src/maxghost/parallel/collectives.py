@@ -1,8 +1,9 @@
 """The collectives of a compiled program, read from its HLO text.
 
 Those in a loop are counted once per iteration, if the text gives the number of iterations. The TPU compiler repeats a
-collective in every computation that overlaps it; equal channels identify it. Bytes are those of the whole array that a
-group of devices exchanges, on one device: the result of an all-gather, the operand of a reduce-scatter.
+collective in every computation that overlaps it; equal channels identify it, but for those of a shard_map, which have
+one channel: these differ in their operation, or in the direction of a permutation. Bytes are those of the whole array
+that a group of devices exchanges, on one device: the result of an all-gather, the operand of a reduce-scatter.
 """
 
 import collections
@@ -22,6 +23,7 @@ _OPERATION = re.compile(r"(?<=[\s)}])([a-z][a-z0-9-]*)\(")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_SAME = re.compile(r'(source_target_pairs=\{\{[\d,{} ]*\}|op_name="[^"]*")')
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -60,7 +62,7 @@ def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = 
       if collective is None:
         continue
       channel = _CHANNEL.search(line)
-      key = (collective.kind, channel[1]) if channel else (name, i)
+      key = (collective.kind, channel[1], *_SAME.findall(line)) if channel else (name, i)
       if key not in found or found[key].count < collective.count:
         found[key] = collective
   return list(found.values())

@@ -47,10 +47,18 @@ class Stages:
     share = parts if num_rows % parts == 0 else 1
     return max(m for m in range(1, self.num_micro + 1) if num_rows % m == 0 and num_rows // m % share == 0)
 
-  def bubble(self, num_layers: int) -> float:
-    """Share of the iterations in which a stage waits."""
-    wait = self.num - 1
-    return wait / (self.num_micro * self.rounds(num_layers) + wait)
+  def describe(self, num_layers: int, num_rows: int, row_bytes: int) -> str:
+    """One line on the way of a batch through the stages. num_rows: on the devices of a stage that share none.
+
+    row_bytes: of the hidden states of one row on a device.
+    """
+    repeats, waits = self.rounds(num_layers), self.num - 1
+    iterations, passed = self.num_micro * repeats + waits, row_bytes * num_rows // self.num_micro
+    cut = f"{self.num} stages x {num_layers // self.num // repeats} layers"
+    cut += f" x {repeats} repeats" if repeats > 1 else ""
+    sent = f"each passes on {passed / 1e6:.1f} MB, {passed * iterations / 1e9:.3g} GB forward and as much back"
+    bubble = f"bubble {waits / iterations:.1%} ({waits} of {iterations})"
+    return f"pipeline: {cut}, {self.num_micro} micro-batches in {iterations} iterations; {sent}; {bubble}"
 
 
 @functools.cache
