@@ -148,9 +148,9 @@ class Pipe(NamedTuple):
     if self.repeats > 1:
       visited = jax.checkpoint(visited, policy=_all_but_slices, prevent_cse=False)
 
-    def chunk(x, visit, micro, valid, kept):
+    def chunk(x, visit, micro, kept):
       x, seen = visited(x, layers, visit, _take(inputs, micro))
-      return x, _put_chunk(kept, seen, visit, micro, valid) if keep else None
+      return x, _put_chunk(kept, seen, visit, micro) if keep else None
 
     kept = self._blank(layers, x) if keep else None
     x, kept = self._drive(chunk, x, kept, jax.lax.axis_index(AXIS), 1)
@@ -161,7 +161,7 @@ class Pipe(NamedTuple):
     cotangent, inputs, kept = self._micro(cotangent), self._micro(inputs), self._micro_kept(kept)
     pick = self._picked(layers)
 
-    def chunk(cotangent, visit, micro, valid, found):
+    def chunk(cotangent, visit, micro, found):
       visit, own_inputs = self.repeats - 1 - visit, _take(inputs, micro)
 
       def one(cotangent, scanned):
@@ -171,7 +171,7 @@ class Pipe(NamedTuple):
 
       scanned = _take_chunk(kept, visit, micro), pick(layers, visit)
       below, seen = jax.lax.scan(one, cotangent, scanned, reverse=True)
-      return below, _put_chunk(found, seen, visit, micro, valid)
+      return below, _put_chunk(found, seen, visit, micro)
 
     place = self.num_stages - 1 - jax.lax.axis_index(AXIS)
     below, found = self._drive(chunk, cotangent, self._blank(layers, cotangent), place, -1)
@@ -194,7 +194,10 @@ class Pipe(NamedTuple):
   def _drive(self, chunk: Callable, x, kept, place, step: int):
     """Sends every micro-batch R times around: (what came back to the stage of place 0, [b, M, ...]; kept).
 
-    chunk(x, visit, micro-batch, whether they count, kept) -> (y, kept). place: number of stages before this one.
+    chunk(x, visit, micro-batch, kept) -> (y, kept). place: number of stages before this one.
+
+    A stage that waits does its first turn, of which it will replace what it keeps, or again its last one, with the
+    same rows and so the same values.
     """
     slots, last = self.slots, self.num_stages - 1
     turns = slots * self.repeats
@@ -203,9 +206,8 @@ class Pipe(NamedTuple):
       arriving, buffer, kept = carry
       turn = jnp.clip(t - place, 0, turns - 1)
       visit, micro = turn // slots, turn % slots
-      valid = turn == t - place
       x = jax.tree.map(lambda own, other: jnp.where(place == 0, own, other), _take(buffer, micro), arriving)
-      y, kept = chunk(x, visit, micro, valid, kept)
+      y, kept = chunk(x, visit, micro, kept)
       arriving = jax.tree.map(lambda y: jax.lax.ppermute(y, AXIS, ring(self.num_stages, step)), y)
       slot = (t - last) % slots
       new = jax.tree.map(lambda new, old: jnp.where(t >= last, new, old), arriving, _take(buffer, slot))
@@ -302,11 +304,7 @@ def _take_chunk(tree, visit, micro):
   return jax.tree.map(take, tree)
 
 
-def _put_chunk(tree, new, visit, micro, valid):
-  """The tree with `new` [k, b, ...] in one place, if it is valid."""
-
-  def put(x, y, old):
-    y = jnp.expand_dims(jnp.where(valid, y, old), (0, 3))
-    return jax.lax.dynamic_update_slice(x, y, _starts(x, visit, micro))
-
-  return jax.tree.map(put, tree, new, _take_chunk(tree, visit, micro))
+def _put_chunk(tree, new, visit, micro):
+  """The tree with `new` [k, b, ...] in one place."""
+  put = lambda x, y: jax.lax.dynamic_update_slice(x, jnp.expand_dims(y, (0, 3)), _starts(x, visit, micro))  # noqa: E731
+  return jax.tree.map(put, tree, new)
