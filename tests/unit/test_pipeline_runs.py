@@ -31,11 +31,11 @@ def run(folder, on_stages: bool) -> None:
 
 
 def assert_alike(one, other) -> None:
-  logs = [load(folder / "run") for folder in (one, other)]
+  ours, theirs = load(one / "run"), load(other / "run")
   for column in ("path", "offset", "step", "tokens"):
-    np.testing.assert_array_equal(*(log[column] for log in logs))
+    np.testing.assert_array_equal(ours[column], theirs[column])
   for column in ("contribution", "loss", "dot"):
-    assert meshes.relative_error(*(log[column] for log in logs)) < 1e-5, column
+    assert meshes.relative_error(ours[column], theirs[column]) < 1e-5, column
 
 
 @pytest.fixture(scope="module")
