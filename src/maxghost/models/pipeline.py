@@ -7,8 +7,9 @@ keeps what comes back to it for the next repeat. A stage that waits computes som
 
 `run` has two backward passes of equal values. Autodiff's goes back through the iterations, and gives the weights'
 gradients micro-batch by micro-batch. Inside `whole_rows` it is parted: the pipeline takes back the cotangents of the
-layers' inputs alone; then every stage takes the gradients of its own layers from all rows at once, without waiting for
-another stage. A layer's Variables may then have anything to do with all rows of the batch.
+layers' inputs alone; then every stage takes its own chunks back once more, with the gradients of their layers from all
+rows at once, without waiting for another stage. A layer's Variables may then have anything to do with all rows of the
+batch.
 """
 
 import contextlib
@@ -152,12 +153,12 @@ class Pipe(NamedTuple):
       x, seen = visited(x, layers, visit, _take(inputs, micro))
       return x, _put_chunk(kept, seen, visit, micro) if keep else None
 
-    kept = self._blank(layers, x) if keep else None
+    kept = self._blank(x, jax.tree.leaves(layers)[0].shape[1]) if keep else None
     x, kept = self._drive(chunk, x, kept, jax.lax.axis_index(AXIS), 1)
     return self._rows(x, 0), self._kept(kept) if keep else None
 
   def backward(self, body: Callable, cotangent, kept, layers, inputs):
-    """(cotangent of x, cotangents of the outputs of this stage's layers as `kept`), from what `forward` kept."""
+    """(cotangent of x, cotangents of the outputs of this stage's chunks, [R, B, ...]), from what `forward` kept."""
     cotangent, inputs, kept = self._micro(cotangent), self._micro(inputs), self._micro_kept(kept)
     pick = self._picked(layers)
 
@@ -167,29 +168,35 @@ class Pipe(NamedTuple):
       def one(cotangent, scanned):
         x, layer = scanned
         _, pull = jax.vjp(lambda x: body(x, layer, own_inputs), x)
-        return pull(cotangent)[0], cotangent
+        return pull(cotangent)[0], None
 
       scanned = _take_chunk(kept, visit, micro), pick(layers, visit)
-      below, seen = jax.lax.scan(one, cotangent, scanned, reverse=True)
-      return below, _put_chunk(found, seen, visit, micro)
+      below, _ = jax.lax.scan(one, cotangent, scanned, reverse=True)
+      return below, _put_chunk(found, jax.tree.map(lambda x: x[None], cotangent), visit, micro)
 
     place = self.num_stages - 1 - jax.lax.axis_index(AXIS)
-    below, found = self._drive(chunk, cotangent, self._blank(layers, cotangent), place, -1)
+    below, found = self._drive(chunk, cotangent, self._blank(cotangent, 1), place, -1)
     return self._rows(below, self.num_stages - 1), self._kept(found)
 
   def gradients(self, body: Callable, kept, cotangents, layers, inputs):
     """Gradients of the floats of this stage's layers, [R, k, ...], from all rows."""
 
-    def one(_, scanned):
-      x, cotangent, layer = scanned
-      floats, others = separate_floats(layer)
-      _, pull = jax.vjp(lambda floats: body(x, join_floats(floats, others), inputs), floats)
-      return None, pull(cotangent)[0]
+    def one(cotangent, scanned):
+      x, (floats, others) = scanned
+      _, pull = jax.vjp(lambda x, floats: body(x, join_floats(floats, others), inputs), x, floats)
+      return pull(cotangent)
 
-    joined = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), layers)
+    def chunk(_, scanned):
+      x, cotangent, layers = scanned
+      return None, jax.lax.scan(one, cotangent, (x, separate_floats(layers)), reverse=True)[1]
+
     with moe.counted_by(self.num_micro):
-      _, found = jax.lax.scan(one, None, (kept, cotangents, joined))
-    return jax.tree.map(lambda x: x.reshape(self.repeats, -1, *x.shape[1:]), found)
+      _, found = jax.lax.scan(chunk, None, (self.by_chunk(kept), cotangents, layers))
+    return found
+
+  def by_chunk(self, tree):
+    """[R k, ...] -> [R, k, ...]"""
+    return jax.tree.map(lambda x: x.reshape(self.repeats, -1, *x.shape[1:]), tree)
 
   def _drive(self, chunk: Callable, x, kept, place, step: int):
     """Sends every micro-batch R times around: (what came back to the stage of place 0, [b, M, ...]; kept).
@@ -245,12 +252,11 @@ class Pipe(NamedTuple):
 
     return jax.tree.map(join, tree)
 
-  def _blank(self, layers, x):
-    """Zeros [R, k, b, slots, ...] for an x [b, slots, ...] of every layer."""
-    repeats, length = jax.tree.leaves(layers)[0].shape[:2]
+  def _blank(self, x, length: int):
+    """Zeros [R, length, b, slots, ...] for an x [b, slots, ...]."""
 
     def zeros(x):
-      blank = jnp.zeros((repeats, length, *x.shape), x.dtype)
+      blank = jnp.zeros((self.repeats, length, *x.shape), x.dtype)
       return shardings.constrain(blank, (None, None, BATCH, *[None] * (x.ndim - 1)), "inputs of layers")
 
     return jax.tree.map(zeros, x)

@@ -1,8 +1,8 @@
 """The walk on the stages of a pipeline (`models.pipeline`), exact for every direction.
 
 Micro-batches of training and of validation rows pass the stages one behind the other: forward, where every stage keeps
-the inputs of its layers, and back, where it keeps the cotangents of their outputs. Then each stage walks over its own
-layers with all rows of both, without waiting for another stage. Where a set of validation rows does not divide into
+the inputs of its layers, and back, where it keeps the cotangents of its chunks' outputs. Then each stage walks over its
+own chunks with all rows of both, without waiting for another stage. Where a set of validation rows does not divide into
 micro-batches of the training rows' size, every batch passes the stages for itself.
 """
 
@@ -120,7 +120,7 @@ class Passed:
     return self._walk(kept), Pair(tuple(below[i] for i in range(len(given) - 1)), below[len(given) - 1])
 
   def _walk(self, kept: list) -> dict:
-    """What `layer.training_back` returns, of all layers. kept: (inputs, cotangents of outputs) of each passage."""
+    """What `layer.training_back` returns, of all layers. kept: what `forward` and `backward` of each passage keep."""
     layers, pipe = self.layers, self.passages[0].whole
     state, secant = layers.state, layers.problem.secant
     arrays = ({} if state is None else state.arrays), ([] if secant is None else self._earlier(secant))
@@ -130,16 +130,18 @@ class Passed:
     def local(kept, stacked, arrays, small, batches):
       flat = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pipe.chunks(tree))  # noqa: E731
       own = _local(layers, flat(arrays), small)
-      params, rest, _ = flat(stacked)
-      here = params, rest, jnp.arange(jax.tree.leaves(params)[0].shape[0])
+      params, rest, numbers = pipe.chunks(stacked)
+      here = params, rest, jnp.arange(numbers.size).reshape(numbers.shape)
       rows = [_with(rows, own, batch) for rows, batch in zip(self.batches, batches, strict=True)]
 
-      def one(_, scanned):
-        kept, layer = scanned
-        return None, self._layer(own, rows, kept, layer)
+      def chunk(_, scanned):
+        inputs, cotangents, layers = scanned
+        back = lambda below, scanned: self._layer(own, rows, below, *scanned)  # noqa: E731
+        return None, jax.lax.scan(back, self._parted(cotangents), (inputs, layers), reverse=True)[1]
 
-      _, out = jax.lax.scan(one, None, (kept, here))
-      return pipe.stored(jax.tree.map(lambda x: x.reshape(pipe.repeats, -1, *x.shape[1:]), out))
+      inputs, cotangents = zip(*kept, strict=True)
+      _, out = jax.lax.scan(chunk, None, (pipe.by_chunk(inputs), cotangents, here))
+      return pipe.stored(out)
 
     batches = [rows.batch for rows in self.batches]
     specs = (STACKED, STACKED, STACKED, SHARED, SHARED), STACKED
@@ -150,23 +152,27 @@ class Passed:
     labels = self.layers.labelled(self.layers.params)
     return [{label: earlier[label] for label in labels} for earlier in secant.earlier]
 
-  def _layer(self, layers: Layers, rows: list[Rows], kept: list, layer) -> dict:
-    """All rows of one layer."""
-    found: dict[int, tuple] = {}
-    micro: dict[int, int] = {}
-    for passage, (x, cotangent) in zip(self.passages, kept, strict=True):
-      found |= dict(zip(passage.places, zip(passage.part(x), passage.part(cotangent), strict=True), strict=True))
-      micro |= {place: pipe.num_micro for place, pipe in zip(passage.places, passage.pipes, strict=True)}
-    *vals, train = (found[i] for i in range(len(rows)))
-    gradients = []
-    for i, (x, cotangent) in enumerate(vals):
-      with moe.counted_by(micro[i]):
-        of_set, _ = layer_lib.validation_back(Pair((rows[i],), None), (cotangent,), (Kept(x),), layer)
+  def _parted(self, trees: Sequence) -> list:
+    """One tree for each batch, from one for each passage."""
+    found: dict[int, Any] = {}
+    for passage, tree in zip(self.passages, trees, strict=True):
+      found |= dict(zip(passage.places, passage.part(tree), strict=True))
+    return [found[i] for i in range(len(self.batches))]
+
+  def _layer(self, layers: Layers, rows: list[Rows], cotangents: list, inputs, layer) -> tuple[list, dict]:
+    """(cotangents of a layer's inputs, what `layer.training_back` returns), from all rows."""
+    pipes = {i: pipe for one in self.passages for i, pipe in zip(one.places, one.pipes, strict=True)}
+    *val_inputs, train_input = self._parted(inputs)
+    below, gradients = [], []
+    for i, x in enumerate(val_inputs):
+      with moe.counted_by(pipes[i].num_micro):
+        of_set, (cotangent,) = layer_lib.validation_back(Pair((rows[i],), None), (cotangents[i],), (Kept(x),), layer)
+      below.append(cotangent)
       gradients += of_set
-    with moe.counted_by(micro[len(vals)]):
-      x, cotangent = train
-      _, out = layer_lib.training_back(rows[-1], cotangent, Kept(x), tuple(gradients), None, layer)
-    return out
+    with moe.counted_by(pipes[len(val_inputs)].num_micro):
+      kept = Kept(train_input)
+      cotangent, out = layer_lib.training_back(rows[-1], cotangents[-1], kept, tuple(gradients), None, layer)
+    return [*below, cotangent], out
 
 
 def _local(layers: Layers, arrays: tuple, small: tuple) -> Layers:
