@@ -347,12 +347,10 @@ class Step:
     return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))
 
   def _attention(self, count: int, and_cotangents: str) -> list[Tensor]:
-    length = self.device.length
+    length, n = self.device.length, self.inner_tokens
     tensors = [
-      Tensor(
-        (self.inner_tokens, self.heads), self.compute, f"queries, attention output{and_cotangents} in one layer", count
-      ),
-      Tensor((self.inner_tokens, self.kv), self.compute, f"keys, values{and_cotangents} in one layer", count),
+      Tensor((n, self.heads), self.compute, f"queries, attention output{and_cotangents} in one layer", count),
+      Tensor((n, self.kv), self.compute, f"keys, values{and_cotangents} in one layer", count),
     ]
     if not self.linear_attention:
       scores = (self.inner_rows, self.num_heads, length, length)
