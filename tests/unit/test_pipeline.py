@@ -14,8 +14,9 @@ import pytest
 from maxghost import config
 from maxghost.config import ConfigError
 from maxghost.models import pipeline, segments
-from maxghost.parallel import stages
+from maxghost.parallel import collectives, stages
 from maxghost.parallel.shardings import Layout, use
+from maxghost.training.plan import Plan
 
 LAYERS: dict[str, Any] = {"base_num_decoder_layers": 8, "ghost_val_batch_size": 4}
 PIPES = {
@@ -64,6 +65,29 @@ def test_a_plain_step_equals_that_of_one_device(name, expected):
   for label, value in expected.moments.items():
     assert meshes.relative_error(found.moments[label], value) < 1e-5, label
   assert meshes.relative_error(found.outs[1]["loss"], expected.outs[1]["loss"]) < 1e-6
+  if name == "2 x 2 repeats":
+    moved = collectives.read(found.compiled.as_text(), dict(found.layout.mesh.shape))
+    assert_little_crosses_stages([one for one in moved if one.axes == ("stage",)])
+
+
+def assert_little_crosses_stages(moved: list) -> None:
+  """Nine iterations send one micro-batch each, forward and back; each chunk of weights and of gradients is sent once.
+
+  Beside that the hidden states of the batch, half of which are on a stage, are gathered and summed, but no weights.
+  """
+  hidden = 8 // 2 * meshes.POSITIONS * 24 * 4
+  sent = [one for one in moved if one.kind == "collective-permute"]
+  assert [one.num_bytes for one in sent if one.count > 1] == [hidden // 4] * 2
+  assert {one.count for one in sent} == {1, 4 * 2 + 2 - 1}
+  assert {one.count for one in moved if one not in sent} == {1}
+  assert max(one.num_bytes for one in moved if one.kind == "all-gather") <= hidden
+
+
+def test_the_way_through_the_stages_is_told():
+  cfg = meshes.make_config(PIPES["2 x 2 repeats"], **LAYERS)
+  (line,) = [text for text in Plan.of(cfg, meshes.make_layout(cfg, 8)).lines() if "bubble" in text]
+  assert line.startswith("pipeline: 2 stages x 2 layers x 2 repeats, 4 micro-batches in 9 iterations; each passes on")
+  assert line.endswith("bubble 11.1% (1 of 9)")
 
 
 @pytest.mark.slow
