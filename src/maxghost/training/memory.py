@@ -35,7 +35,7 @@ LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
 LINEAR_FROM = 1024  # positions from which blockwise attention forms no scores of a whole row
 
 CARRIES, WITHIN = "boundary carries", "within-segment activations"
-EXPERTS = "exp"  # the logical axis that numbers experts
+EXPERTS, LAYERS = "exp", "layers"  # the logical axes that number experts and stacked layers
 PARAMETERS, OTHER, OUTER = "parameters", "other state", "state of the outer step"
 
 
@@ -87,7 +87,7 @@ class Held(NamedTuple):
   @property
   def stacked(self) -> bool:
     """Whether it has a leading layer axis."""
-    return self.axes[:1] == ("layers",)
+    return self.axes[:1] == (LAYERS,)
 
   @property
   def elements(self) -> int:
@@ -109,7 +109,7 @@ class PlacedState:
     leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
     split: tuple[tuple[str, ...], ...] = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
-    over = [axis for name, found in zip(axes, split, strict=True) if name != EXPERTS for axis in found]
+    over = [axis for name, found in zip(axes, split, strict=True) if name not in (EXPERTS, LAYERS) for axis in found]
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
     row = {"model": PARAMETERS, "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
