@@ -102,6 +102,7 @@ def test_the_way_through_the_stages_is_told():
     {"ghost_direction": "marginal", "gradient_clipping_threshold": 0.1},
     {"gradient_accumulation_steps": 2, **SGD},
     {"use_qk_clip": True},
+    {"ghost_schedule": "concat", "ghost_direction": "path"},
     {"mtp_num_layers": 1},
     {"inhomogeneous_layer_cycle_interval": 2, "attention_type": ("local_sliding", "global"), "sliding_window_size": 5},
   ],
