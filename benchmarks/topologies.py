@@ -41,6 +41,11 @@ CASES = {  # topology, model, keys of the row
     (BFLOAT16, "per_device_batch_size=2", "ghost_val_batch_size=64"),
   ),
   "gpt-oss-20b v5e-32": ("v5e-32", "gpt-oss-20b", (BFLOAT16, "ghost_val_batch_size=32")),
+  "llama3-70b v5p-128, 4 stages": (
+    "v5p-128",
+    "llama3-70b",
+    ("per_device_batch_size=2", "ghost_val_batch_size=64", "ici_stage_parallelism=4", "num_pipeline_microbatches=8"),
+  ),
 }
 KEYS = ("dtype=bfloat16", "max_target_length=4096", "remat_policy=full", "per_device_batch_size=1",
         "num_vocab_tiling=8", "vocab_tiling_axis=vocab")  # fmt: skip

@@ -100,7 +100,7 @@ def losses_by_formula(model, batch):
   for i in range(2):
     layer = jax.tree.map(lambda v, i=i: v[i], nnx.state(model.decoder.layers))
     layer = nnx.merge(nnx.graphdef(model.decoder.layers), layer)
-    blank = {"load_balance_BT": 0.0, "entropy_BT": 0.0, "load_E": 0.0}
+    blank = {"load_balance_BT": 0.0, "entropy_BT": 0.0, "chosen_BE": 0.0}
     y, _ = layer.attention(layer.pre_self_attention_layer_norm(x), *where)
     p = jax.nn.softmax(layer.feed_forward.gate(layer.post_self_attention_layer_norm(x + y)))
     chosen = jnp.zeros_like(p)

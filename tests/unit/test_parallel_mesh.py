@@ -20,11 +20,12 @@ from maxghost import config, train
 from maxghost.config import ConfigError
 from maxghost.parallel import collectives, distributed, rendezvous, topologies
 from maxghost.parallel import mesh as meshes
-from maxghost.parallel.axis_rules import make_rules, unused_axes
+from maxghost.parallel.axis_rules import DEFAULT_RULES, make_rules, unused_axes
 from maxghost.parallel.shardings import Layout, check_rules, check_spread, own_rows
 from maxghost.training import devices, state
 from maxghost.training.plan import Plan
 
+WITHOUT_STAGES = tuple((name, tuple(axis for axis in axes if axis != "stage")) for name, axes in DEFAULT_RULES)
 SIZES = {"data": 2, "stage": 1, "fsdp": 3, "expert": 5, "context": 1, "tensor": 4}
 
 
@@ -141,7 +142,7 @@ def test_rules_for_axes_of_a_models_own_are_taken():
 
 
 def test_mesh_axes_that_no_rule_names_are_found():
-  assert unused_axes(make_rules((), False, SIZES | {"stage": 2})) == ["stage"]
+  assert unused_axes(make_rules(WITHOUT_STAGES, True, SIZES | {"stage": 2})) == ["stage"]
 
 
 def test_logical_axes_survive_split_optimizer_and_abstract_state():
@@ -192,7 +193,16 @@ def test_weights_kept_whole_are_named():
 @pytest.mark.parametrize(
   ("mesh", "changes", "message"),
   [
-    ({"ici_stage_parallelism": 2}, {}, "mesh axis 'stage' has 2 devices, but no row"),
+    (
+      {"ici_stage_parallelism": 2},
+      {"logical_axis_rules": WITHOUT_STAGES, "override_logical_axis_rules": True},
+      "mesh axis 'stage' has 2 devices, but no row",
+    ),
+    (
+      {"ici_stage_parallelism": 2, "ici_tensor_parallelism": -1, "ici_fsdp_parallelism": 1},
+      {"num_pipeline_microbatches": 3},
+      "makes 8 rows for 8 devices .* into 3 .* use num_pipeline_microbatches=2",
+    ),
     ({"ici_context_parallelism": 8}, {"max_target_length": 20}, "max_target_length=20 does not divide over context 8"),
     ({"ici_fsdp_parallelism": 8}, {"ghost_schedule": "concat"}, "ghost_schedule=concat appends"),
     ({"ici_fsdp_parallelism": 8}, {"ghost_select": "topk", "ghost_select_fraction": 0.3}, "use ghost_select_fraction"),

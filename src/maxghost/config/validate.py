@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import Any
 
-from maxghost.config import plugins
+from maxghost.config import pipeline, plugins
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
@@ -548,7 +548,7 @@ CHECKS: list[Callable[[Values], Iterator[str]]] = [
   heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, quantization, multi_token, segments,
   offloading, mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences,
   rollouts, distillation, validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
-  slices_apart,
+  slices_apart, pipeline.check,
 ]  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def by_kernel(gram, floor, *, interpret: bool = False):
   )  # fmt: skip
   if (layout := shardings.current()) is not None and layout.num_devices > 1:
     specs = PartitionSpec(), PartitionSpec()
-    run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    run = shardings.mapped(run, layout.mesh, specs, specs)
   pivots, triangle = run(grams, floor.reshape(num, 1))
   return pivots[:, :rank].reshape(*batch, rank), triangle[:, :rank, :rank].reshape(gram.shape)
 

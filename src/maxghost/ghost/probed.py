@@ -67,6 +67,8 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   probes = {p.name: {kind: getattr(twin, part_name(p.name, kind))[...] for kind in kinds} for p in info.scored}
   arrays, static, rebuild = _separate(args, kwargs)
   passes = _passes(twin, rule, method, static, rebuild)
+  if autodiff.for_inputs_only():
+    return rule.combine(twin, passes.apply(values, arrays), *args)
   if info.linked is None:
     out = _scored_call(passes, values, arrays, parts, probes)
   elif method == info.linked.method:

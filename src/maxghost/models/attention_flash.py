@@ -53,7 +53,7 @@ def on_devices(run, layout: shardings.Layout, keys: tuple, q_BTHh, k_BTKh, v_BTK
   rows = None if segment_ids_BT is None else layout.spec(QUERIES[:2], segment_ids_BT.shape, "segment ids")
   axes = QUERIES[2:3] if sinks is None or sinks.ndim == 1 else QUERIES[:3]
   by_head = None if sinks is None else layout.spec(axes, sinks.shape, "sinks")
-  mapped = jax.shard_map(run, mesh=layout.mesh, in_specs=(*specs, rows, by_head), out_specs=specs[0], check_vma=False)
+  mapped = shardings.mapped(run, layout.mesh, (*specs, rows, by_head), specs[0])
   return mapped(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from maxghost.parallel.shardings import setting
 
 _forward_mode = contextvars.ContextVar("maxghost_forward_mode", default=False)
+_inputs_only = contextvars.ContextVar("maxghost_inputs_only", default=False)
 _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 
 
@@ -21,6 +22,15 @@ def forward_mode() -> contextlib.AbstractContextManager[None]:
 
 def in_forward_mode() -> bool:
   return _forward_mode.get()
+
+
+def inputs_only() -> contextlib.AbstractContextManager[None]:
+  """Layers inside give a backward pass for their inputs alone: of any rows, and without what a probed layer adds."""
+  return setting(_inputs_only, True)
+
+
+def for_inputs_only() -> bool:
+  return _inputs_only.get()
 
 
 def gradients_in_order() -> contextlib.AbstractContextManager[None]:

@@ -5,6 +5,8 @@ B batch, T positions, N = B T tokens, D embed dim, F width of an expert, E exper
 Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 to 6, for k experts.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -22,6 +24,13 @@ from maxghost.models.layers import HIDDEN, gated, linear, precision
 from maxghost.models.rounding import Rounded, plain
 from maxghost.parallel import shardings
 
+_micro_batches = contextvars.ContextVar("maxghost_load_by", default=1)
+
+
+def counted_by(num_micro: int) -> contextlib.AbstractContextManager[None]:
+  """Counts the experts' load of each of so many micro-batches apart."""
+  return shardings.setting(_micro_batches, num_micro)
+
 
 def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
   """What `layers.Hidden` carries: sums over the layers so far, divided by the number of layers, in float32 or wider.
@@ -29,9 +38,9 @@ def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
   load_balance_BT: each token's part of the load-balancing loss, E sum_e f_e p_te, with f_e the share of the batch's
     tokens that expert e gets (held constant, without padding) and p_te the router's probability; the loss is its mean.
   entropy_BT: of the router's probabilities, nats.
-  load_E: f_e / k, which is 1 / E for a balanced load.
+  chosen_BE: tokens of each row that chose each expert, over k.
   """
-  shapes = {"load_balance_BT": shape_BT, "entropy_BT": shape_BT, "load_E": num_experts}
+  shapes = {"load_balance_BT": shape_BT, "entropy_BT": shape_BT, "chosen_BE": (shape_BT[0], num_experts)}
   return {name: jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)) for name, shape in shapes.items()}
 
 
@@ -139,7 +148,7 @@ class Split:
     return PartitionSpec(*[None] * leading, *parts)
 
   def map(self, function: Callable, in_specs, out_specs) -> Callable:
-    return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return shardings.mapped(function, self.mesh, in_specs, out_specs)
 
   def run(self, experts: Callable, params: dict, x_BTD, index_BTk, weight_BTk):
     """Runs `experts(params, x, index, weight, first_expert)` on every device; whole arrays in and out."""
@@ -259,13 +268,16 @@ class RoutedMoe(nnx.Module):
   def _add(self, routing: dict, probability_BTE, index_BTk, segment_ids_BT) -> dict:
     wide = probability_BTE.dtype
     real_BT = jnp.ones(index_BTk.shape[:2], wide) if segment_ids_BT is None else (segment_ids_BT > 0).astype(wide)
-    counts_E = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=wide) * real_BT[..., None, None]).sum((0, 1, 2))
-    share_E = jax.lax.stop_gradient(counts_E / jnp.maximum(real_BT.sum(), 1))
+    chosen_BE = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=wide) * real_BT[..., None, None]).sum((1, 2))
+    num = _micro_batches.get()  # row i of micro-batch m is row i num + m
+    of_each = lambda x: x.reshape(-1, num, *x.shape[1:]).sum(0)  # noqa: E731
+    share_ME = of_each(chosen_BE) / jnp.maximum(of_each(real_BT.sum(1)), 1)[:, None]
+    share_BE = jax.lax.stop_gradient(jnp.tile(share_ME, (chosen_BE.shape[0] // num if num > 1 else 1, 1)))
     fixed_BTE = jax.lax.stop_gradient(probability_BTE)
     added = {
-      "load_balance_BT": self.num_experts * (probability_BTE * share_E[None, None]).sum(-1),
+      "load_balance_BT": self.num_experts * (probability_BTE * share_BE[:, None]).sum(-1),
       "entropy_BT": -(fixed_BTE * jnp.log(jnp.maximum(fixed_BTE, jnp.finfo(wide).tiny))).sum(-1),
-      "load_E": share_E / self.num_chosen,
+      "chosen_BE": chosen_BE / self.num_chosen,
     }
     return {name: routing[name] + value / self.num_layers for name, value in added.items()}
 

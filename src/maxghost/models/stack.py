@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from maxghost.models import rounding, segments, streaming
+from maxghost.models import pipeline, rounding, segments, streaming
 
 _POLICIES = {
   "minimal": jax.checkpoint_policies.save_from_both_policies(
@@ -46,6 +46,8 @@ def run(
     return apply(x, state, layer_inputs, key)
 
   scanned, shared = (state, jax.numpy.arange(num_layers)), (layer_inputs, dropout_key)
+  if pipeline.current() is not None:
+    return pipeline.run(lambda x, layer, inputs: body(x, layer, (inputs, dropout_key)), x, scanned, layer_inputs)
   if streaming.any_on_host(state):
     return streaming.scan(body, x, scanned, shared, segment_lengths)
   x, _ = segments.scan(lambda x, scanned: (body(x, scanned, shared), None), x, scanned, segment_lengths)

@@ -83,11 +83,11 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   if not segment_lengths:
     raise ValueError("streamed layers need segments: give segment_lengths")
   segments.check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
-  floats, others = _separate(segments.split(xs, segment_lengths[0]))
-  shared_floats, shared_others = _separate(shared)
+  floats, others = separate_floats(segments.split(xs, segment_lengths[0]))
+  shared_floats, shared_others = separate_floats(shared)
 
   def segment(carry, floats, shared_floats, others, shared_others):
-    xs, shared = _joined(floats, others), _joined(shared_floats, shared_others)
+    xs, shared = join_floats(floats, others), join_floats(shared_floats, shared_others)
     return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
 
   def through(carry, floats, shared_floats, others, shared_others):
@@ -107,7 +107,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     def step(state, x, here):
       cotangent, shared_cotangents = state
       moving_here, still_here, others_here = here
-      apply = lambda c, own, all: segment(c, _joined(own, still_here), all, others_here, shared_others)  # noqa: E731
+      apply = lambda c, own, all: segment(c, join_floats(own, still_here), all, others_here, shared_others)  # noqa: E731
       _, pull = jax.vjp(apply, x, moving_here, shared_floats)
       cotangent, weights, added = pull(cotangent)
       return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, moving)
@@ -127,11 +127,11 @@ def _instantiated(cotangent: Any) -> Any:
   return cotangent if zero is None else jnp.zeros(zero.shape, zero.dtype)
 
 
-def _separate(tree):
+def separate_floats(tree):
   """(the tree of the floats, the tree of the other leaves), None in place of the leaves that the other one has."""
   is_float = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)  # noqa: E731
   return tuple(jax.tree.map(lambda x, kind=kind: x if is_float(x) == kind else None, tree) for kind in (True, False))
 
 
-def _joined(floats, others):
+def join_floats(floats, others):
   return jax.tree.map(lambda x, other: other if x is None else x, floats, others, is_leaf=lambda x: x is None)

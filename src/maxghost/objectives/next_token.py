@@ -59,11 +59,12 @@ class LanguageModelLoss(StagedLoss):
     if routing is None:
       return peaks
     weights_BT = self.weights(batch).astype(routing["entropy_BT"].dtype)
+    chosen_E = routing["chosen_BE"].sum(0)
     share_BT = weights_BT / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
     return peaks | {
       "moe_lb_loss": jnp.sum(routing["load_balance_BT"] * share_BT),
       "router_entropy": jnp.sum(routing["entropy_BT"] * share_BT),
-      "expert_load_E": routing["load_E"],
+      "expert_load_E": chosen_E / jnp.maximum(chosen_E.sum(), 1e-9),
     }
 
   def reported(self, loss, metrics: dict) -> dict:

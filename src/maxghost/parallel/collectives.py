@@ -1,8 +1,9 @@
 """The collectives of a compiled program, read from its HLO text.
 
 Those in a loop are counted once per iteration, if the text gives the number of iterations. The TPU compiler repeats a
-collective in every computation that overlaps it; channel, shape and origin identify it. Bytes are those of the whole
-array that a group of devices exchanges, on one device: the result of an all-gather, the operand of a reduce-scatter.
+collective in every computation that overlaps it; equal channels identify it, but for those of a shard_map, which have
+one channel: these differ in their shape, operation, pairs of devices or place. Bytes are those of the whole array that
+a group of devices exchanges, on one device: the result of an all-gather, the operand of a reduce-scatter.
 """
 
 import collections
@@ -22,7 +23,7 @@ _OPERATION = re.compile(r"(?<=[\s)}])([a-z][a-z0-9-]*)\(")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_ORIGIN = re.compile(r'op_name="([^"]*)"')
+_SAME = re.compile(r'(source_target_pairs=\{\{[\d,{} ]*\}|op_name="[^"]*")')
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -62,8 +63,8 @@ def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = 
       if collective is None:
         continue
       key: Any = (name, i)
-      if channel := _CHANNEL.search(line):  # all of a program's shard_maps may have the same channel
-        alike = dataclasses.replace(collective, count=0), channel[1], *_ORIGIN.findall(line)
+      if channel := _CHANNEL.search(line):
+        alike = dataclasses.replace(collective, count=0), channel[1], *_SAME.findall(line)
         key, seen[alike] = (*alike, seen[alike]), seen[alike] + 1
       if key not in found or found[key].count < collective.count:
         found[key] = collective

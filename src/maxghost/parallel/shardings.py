@@ -16,12 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from maxghost.config import ConfigError, ParallelConfig, did_you_mean
 from maxghost.config.values import slash_path
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import APART, BATCH, DEFAULT_RULES, FACTOR, AxisRules, make_rules
+from maxghost.parallel.stages import AXIS as STAGE
+from maxghost.parallel.stages import Stages
 
 AXES = "axes"  # metadata of a Variable: its logical axes
 HOST = "pinned_host"
@@ -36,7 +38,7 @@ class Layout:
 
   mesh: of devices, or abstract for tracing only. split_moments: whether the optimizer's state is also split over mesh
   axis data (ZeRO-1). record: called with (label, axes, shape, dtype name, spec) of every activation instead of
-  constraining it. abstract_platform: the platform that an abstract mesh stands for.
+  constraining it. abstract_platform: the platform that an abstract mesh stands for. stages: of a pipeline.
   """
 
   mesh: Any
@@ -44,17 +46,24 @@ class Layout:
   split_moments: bool = False
   record: Callable | None = None
   abstract_platform: str = ""
+  stages: Stages | None = None
 
   @classmethod
   def of(cls, cfg: ParallelConfig, devices: Sequence | None = None) -> "Layout":
     """The layout of a configuration over these devices (default: all). Raises ConfigError."""
     mesh = meshes.make_mesh(cfg, jax.devices() if devices is None else devices)
     rules = make_rules(cfg.logical_axis_rules, cfg.override_logical_axis_rules, dict(mesh.shape))
-    return cls(mesh, rules, cfg.shard_optimizer_over_data)
+    return cls(mesh, rules, cfg.shard_optimizer_over_data, stages=Stages.of(cfg, mesh.shape[STAGE]))
+
+  def inside(self, axis: str) -> "Layout":
+    """The layout of one part of the mesh along `axis`, inside a shard_map over it."""
+    rules = dataclasses.replace(self.rules, sizes={**self.rules.sizes, axis: 1})
+    inner = {"mesh": jax.sharding.get_abstract_mesh(), "abstract_platform": self.platform, "stages": None}
+    return dataclasses.replace(self, rules=rules, **inner)
 
   @property
   def num_devices(self) -> int:
-    return self.mesh.size
+    return math.prod(self.rules.sizes.values())
 
   @property
   def platform(self) -> str:
@@ -174,6 +183,13 @@ def num_parts(axis: str) -> int:
   if (layout := current()) is None:
     return 1
   return layout.rules.parts(next((axes for name, axes in layout.rules.rows if name == axis), ()))
+
+
+def mapped(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+  """`jax.shard_map` over all mesh axes that are not those of a shard_map around it."""
+  free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+  specs: Any = {"in_specs": in_specs, "out_specs": out_specs}
+  return jax.shard_map(function, mesh=mesh, axis_names=free, check_vma=False, **specs)
 
 
 def constrain(x, axes: Sequence[str | None], label: str = "an activation"):

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from maxghost.config import Config, ConfigError
+from maxghost.config.pipeline import rows_problem
 from maxghost.objectives import create
 from maxghost.parallel import distributed
 from maxghost.parallel.axis_rules import unused_axes
@@ -57,6 +58,11 @@ def check_layout(cfg: Config, layout: Layout) -> None:
     raise ConfigError(f"{said}; use max_target_length={near} or {near + context}, or another ici_context_parallelism")
   if layout.num_devices == 1:
     return
+  if (stages := layout.stages) is not None:
+    sizes, per_device = layout.rules.sizes, cfg.data.per_device_batch_size
+    together = stages.num * sizes["tensor"] * sizes["context"]
+    if problem := rows_problem(per_device, together, stages.num, stages.num_micro):
+      raise ConfigError(problem)
   rows, parts = rows_per_step(cfg, layout.num_devices), layout.row_parts
   if cfg.ghost.ghost_enabled and cfg.ghost.ghost_schedule == "concat" and cfg.ghost.ghost_val_batch_size % parts:
     raise ConfigError(

@@ -36,7 +36,7 @@ LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
 LINEAR_FROM = 1024  # positions from which blockwise attention forms no scores of a whole row
 
 CARRIES, WITHIN = "boundary carries", "within-segment activations"
-EXPERTS = "exp"  # the logical axis that numbers experts
+EXPERTS, LAYERS = "exp", "layers"  # the logical axes that number experts and stacked layers
 PARAMETERS, OTHER, OUTER = "parameters", "other state", "state of the outer step"
 
 
@@ -88,7 +88,7 @@ class Held(NamedTuple):
   @property
   def stacked(self) -> bool:
     """Whether it has a leading layer axis."""
-    return self.axes[:1] == ("layers",)
+    return self.axes[:1] == (LAYERS,)
 
   @property
   def elements(self) -> int:
@@ -110,7 +110,7 @@ class PlacedState:
     leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
     split: tuple[tuple[str, ...], ...] = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
-    over = [axis for name, found in zip(axes, split, strict=True) if name != EXPERTS for axis in found]
+    over = [axis for name, found in zip(axes, split, strict=True) if name not in (EXPERTS, LAYERS) for axis in found]
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
     row = {"model": PARAMETERS, "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
@@ -156,7 +156,13 @@ class Device:
   @property
   def layer(self) -> int:
     """Elements of the trained parameters of one layer."""
-    return self.elements(True) // self.cfg.model.base_num_decoder_layers
+    return self.elements(True) // self.own_layers
+
+  @property
+  def own_layers(self) -> int:
+    """Layers whose parameters this device holds, or parts of them."""
+    stages = self.layout.stages
+    return self.cfg.model.base_num_decoder_layers // (stages.num if stages else 1)
 
   @property
   def output_table(self) -> Held | None:
@@ -210,6 +216,14 @@ class Step:
     self.streams = "weights" in m.offload_to_host and not device.cfg.adapter.lora_rank  # what is trained
     self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
     self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
+    self.inner_rows, self.num_inputs = self.rows, device.num_layers
+    if (stages := device.layout.stages) is not None and device.num_layers:
+      # Scored layers take all rows of their stage at once, others a micro-batch.
+      repeats = stages.rounds(device.num_layers // m.inhomogeneous_layer_cycle_interval)
+      own, iterations = device.num_layers // stages.num, stages.num_micro * repeats + stages.num - 1
+      self.inner_rows = self.rows * stages.num // (1 if device.num_sets else stages.num_micro)
+      self.num_inputs = own + repeats if device.num_sets else iterations * own // repeats
+    self.inner_tokens = self.inner_rows * device.length
     self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
     self.heads = self.num_heads * m.head_dim
     self.kv = device.part(m.base_num_kv_heads, "activation_kv_heads") * m.head_dim
@@ -240,7 +254,7 @@ class Step:
     """{moment of the step: memory at that moment}."""
     also, segments = self._scores(), self._segments()
     stacked = [v for v in self.device.params.values() if v.stacked]
-    if gathered := sum(v.gathered - v.elements for v in stacked) // self.model.base_num_decoder_layers:
+    if gathered := sum(v.gathered - v.elements for v in stacked) // self.device.own_layers:
       why = "weights of one layer, gathered, and their gradient"  # before it is scattered
       also["collectives' buffers"] = [Tensor((gathered,), self.weight, why, 2)]
     out = {"the update": self._gradients(segments if "weights" in self.model.offload_to_host else []) | also}
@@ -276,11 +290,13 @@ class Step:
   @property
   def _layers_at_once(self) -> int:
     """Number of layers that are differentiated without recomputing their inputs."""
+    if self.device.layout.stages is not None:
+      return 1 if self.device.num_sets else self.num_inputs
     return self.model.segment_lengths[-1] if self.model.segment_lengths else self.model.base_num_decoder_layers
 
   def _layer_runs(self) -> list[tuple[int, str]]:
     """(number of layer inputs kept, why) level by level."""
-    runs, outer = [], self.device.num_layers
+    runs, outer = [], self.num_inputs
     for length in self.model.segment_lengths:
       runs.append((outer // length, f"inputs of the segments of {length} layers"))
       outer = length
@@ -288,7 +304,7 @@ class Step:
 
   def _in_layers(self) -> Rows:
     """Boundary carries, and the arrays of the backward pass of one layer or segment."""
-    n, layers = self.tokens, self._layers_at_once
+    n, layers = self.inner_tokens, self._layers_at_once
     *outer, (inner, within) = self._layer_runs()
     widest = max(n, self.device.num_sets * self.val_tokens) if self.in_turn else n
     inputs = [*((count, n, why) for count, why in outer), (inner, widest, within)]
@@ -330,7 +346,7 @@ class Step:
     reverse_scan computes them in order where it recomputes layers (`models.autodiff.gradients_in_order`): attention is
     differentiated after the feed-forward arrays are freed.
     """
-    n, c, branches = self.tokens, self.compute, len(self.model.mlp_activations)
+    n, c, branches = self.inner_tokens, self.compute, len(self.model.mlp_activations)
     hidden = Tensor((n, self.embed), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN)
     live = branches + (LIVE_FEED_FORWARD if branches > 1 else 0)
     feed_forward = Tensor((n, self.feed_forward), c, "mlp activations and their cotangents in one layer", live)
@@ -343,12 +359,13 @@ class Step:
     return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))
 
   def _attention(self, count: int, and_cotangents: str) -> list[Tensor]:
+    n = self.inner_tokens
     tensors = [
-      Tensor((self.tokens, self.heads), self.compute, f"queries, attention output{and_cotangents} in one layer", count),
-      Tensor((self.tokens, self.kv), self.compute, f"keys, values{and_cotangents} in one layer", count),
+      Tensor((n, self.heads), self.compute, f"queries, attention output{and_cotangents} in one layer", count),
+      Tensor((n, self.kv), self.compute, f"keys, values{and_cotangents} in one layer", count),
     ]
     if self.ring:
-      going, n = "that go around the ring", self.tokens
+      going = "that go around the ring"
       tensors += [
         Tensor((n, self.heads), self.compute, "queries, output and its cotangent in the order of the ring", 3),
         Tensor((n, self.heads), "float32", "gradient of the queries"),
@@ -356,7 +373,7 @@ class Step:
         Tensor((n, 2 * self.kv), "float32", f"their gradients {going}, and the next ones", 2),
       ]
     if not self.linear_attention:
-      scores = (self.rows, self.num_heads, self.device.length, self.whole_length)
+      scores = (self.inner_rows, self.num_heads, self.device.length, self.whole_length)
       tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={self.model.attention})", 2))
     return tensors
 
@@ -384,7 +401,12 @@ class Step:
       hidden += [Tensor((further, self.tokens, w), t, f"{what} {modules}") for what, w, t in self._kept_per_token()]
       hidden += [Tensor((further, self.tokens, 3 * d), c, f"inputs {modules}"), *self._working()]
     logits = [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")]
-    return {"gradients": head, CARRIES: [Tensor((carries, self.tokens, d), c, why)], WITHIN: hidden, "logits": logits}
+    return {
+      "gradients": head,
+      CARRIES: [Tensor((carries, self.inner_tokens, d), c, why)],
+      WITHIN: hidden,
+      "logits": logits,
+    }
 
   # Scores: validation gradients or their factors, validation rows, scores per token.
 

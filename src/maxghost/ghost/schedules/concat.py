@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from maxghost.ghost.directions import direction_parts
 from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
+from maxghost.models import pipeline
 from maxghost.parallel.shardings import constrain_state
 
 
@@ -24,7 +25,8 @@ def run(problem: Problem) -> Scored:
   rows = jax.tree.leaves(batch)[0].shape[0]
 
   def loss(params, probes):
-    losses, weights = problem.loss(twin.merge(params, probes, directions, rest), both)
+    with pipeline.whole_rows():
+      losses, weights = problem.loss(twin.merge(params, probes, directions, rest), both)
     train, val = passes.mean_loss(losses[:rows], weights[:rows]), passes.validation_mean(losses[rows:], weights[rows:])
     return train + val, (train, val, losses[:rows], weights[:rows])
 

@@ -15,6 +15,7 @@ from flax import nnx
 
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.schedules.base import Losses, Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
+from maxghost.models import pipeline
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
@@ -162,8 +163,12 @@ def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None,
   params, rest = model.params, model.rest
 
   def loss(params, probes):
-    built = model.merge(params) if twin is None else twin.merge(params, probes, directions, rest)
-    losses, weights, metrics = as_objective(loss_fn).measured(built, batch)
+    if twin is None:
+      losses, weights, metrics = as_objective(loss_fn).measured(model.merge(params), batch)
+    else:
+      with pipeline.whole_rows():
+        built = twin.merge(params, probes, directions, rest)
+        losses, weights, metrics = as_objective(loss_fn).measured(built, batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   probes = None if twin is None else twin.zero_probes()

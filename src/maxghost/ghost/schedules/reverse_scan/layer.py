@@ -16,7 +16,7 @@ from maxghost.ghost import ledger
 from maxghost.ghost.directions import GhostDirection, GhostProbe, direction_parts, direction_state
 from maxghost.ghost.schedules.base import Problem
 from maxghost.ghost.schedules.passes import extrapolated
-from maxghost.models import autodiff, stack, streaming
+from maxghost.models import autodiff, pipeline, stack, streaming
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import RuleState, by_label
 from maxghost.parallel.shardings import slash_path
@@ -140,14 +140,15 @@ def pull_in_order(function: Callable, arguments: tuple, cotangent):
 
 
 class Rows:
-  """One batch on its way through the plain or the probed model. vjp: of a layer, None with segments."""
+  """One batch on its way through the plain or the probed model. vjp: of a layer, None with segments or on stages."""
 
   def __init__(self, layers: Layers, loss: StagedLoss, batch: Any, probed: bool = False):
     self.layers, self.loss, self.batch, self.probed = layers, loss, batch, probed
     self.outer_probes = layers.outer_probes if probed else None
     self.function = functools.partial(apply, layers.twin_graphdef if probed else layers.graphdef)
     settings = layers.problem.settings
-    self.vjp = None if settings.segment_lengths else SavedVjp(stack.remat(self.function, settings.remat_policy))
+    recomputed = settings.segment_lengths or pipeline.current() is not None
+    self.vjp = None if recomputed else SavedVjp(stack.remat(self.function, settings.remat_policy))
 
   def model(self, outer_params: nnx.State, outer_probes: nnx.State | None, parts: Any) -> nnx.Module:
     """The whole model with these parameters outside the layers. parts: of the outer directions of a probed model."""

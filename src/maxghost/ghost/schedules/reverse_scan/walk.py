@@ -19,8 +19,9 @@ from maxghost.ghost.directions import direction_parts, direction_state
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass, Validation
 from maxghost.ghost.schedules.passes import extrapolated, mean_loss, scored_by_rules, validation_mean
 from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
+from maxghost.ghost.schedules.reverse_scan import pipelined
 from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows, submodule
-from maxghost.models import autodiff, segments, streaming
+from maxghost.models import autodiff, pipeline, segments, streaming
 from maxghost.objectives import StagedLoss
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state
@@ -35,19 +36,24 @@ def run(problem: Problem) -> Scored:
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
+  on_stages = pipeline.current() is not None
   vals = tuple(Rows(layers, *rows) for rows in zip(val_losses, problem.val_batches, strict=True))
   train = Rows(layers, loss, batch, probed=True)
-  kept_K, hidden_K, *_ = zip(*map(_forward, vals), strict=True)
+  passed = pipelined.Passed([*vals, train], [_embedded(rows)[0] for rows in (*vals, train)]) if on_stages else None
+  kept_K, hidden_K, *_ = zip(*(_forward(rows, passed, i) for i, rows in enumerate(vals)), strict=True)
   val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull, _ in val_heads]
-  boundaries, hidden, links, part = _forward(train)
+  boundaries, hidden, links, part = _forward(train, passed, -1)
   against = extrapolated(problem.secant, [by_label(g) for g, *_ in head_gradients])
   parts, _ = direction_parts(layers.outer, against, state, layers.scalars)
   value, pull, (losses, weights, metrics) = _head(train, mean_loss, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
   beside, cotangent = part(cotangent)
   below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
-  found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
+  if passed is not None:
+    found, cotangents = passed.back(below)
+  else:
+    found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
   pieces = zip(head_gradients, vals, cotangents.val, strict=True)
   outer_gradients = [jax.tree.map(jnp.add, g, _embed(rows, ct)[0]) for (g, *_), rows, ct in pieces]
   against = extrapolated(problem.secant, [by_label(g) for g in outer_gradients])
@@ -71,16 +77,24 @@ def run(problem: Problem) -> Scored:
   return scored_by_rules(twin, passed, val_losses, shares, **rest)
 
 
-def _forward(rows: Rows):
+def _embedded(rows: Rows):
+  """(input of the first layer, links of tied tables)"""
+  # The directions are not known yet; the forward pass does not depend on them.
+  model = rows.layers.probed if rows.probed else rows.layers.plain
+  return rows.loss.embed(model, rows.batch), _links(model)
+
+
+def _forward(rows: Rows, passed: pipelined.Passed | None, place: int):
   """(`Kept` of all layers, or the inputs of all segments; input of the head; links of tied tables; part).
 
-  part: parts the cotangent of the head's input into those of the outputs of `embed`, or None, and of the last layer.
+  passed, place: all batches on stages, and this one's place among them. part: parts the cotangent of the head's input
+  into those of the outputs of `embed`, or None, and of the last layer.
   """
   layers, vjp, ghost = rows.layers, rows.vjp, ()
-  # The directions are not known yet; the forward pass does not depend on them.
-  model = layers.probed if rows.probed else layers.plain
-  embedded, links = rows.loss.embed(model, rows.batch), _links(model)
-  if vjp is None:
+  embedded, links = _embedded(rows)
+  if passed is not None:
+    kept, x = None, passed.outputs[place]
+  elif vjp is None:
     keep = (lambda x: x) if rows.probed else functools.partial(aside, layers)
     kept, x = inputs(rows, embedded, layers.stacked(), layers.problem.settings.segment_lengths, keep)
   else:

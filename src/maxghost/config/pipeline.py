@@ -1,0 +1,100 @@
+"""The keys of a pipeline over mesh axis stage, checked together."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from maxghost.config.values import divisors
+
+KEYS = ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "num_pipeline_microbatches")
+
+
+def split(num_layers: int, stages: int, per_stage: int, repeats: int) -> tuple[int, str]:
+  """(repeats, what is wrong or ''): num_layers = stages x per_stage x repeats. -1: what the others leave.
+
+  With both open there is one repeat.
+  """
+  if repeats == -1 and per_stage != -1:
+    repeats, left = divmod(num_layers, stages * per_stage)
+  else:
+    repeats = max(repeats, 1)
+    left = num_layers % (stages * repeats) or (per_stage != -1 and num_layers != stages * repeats * per_stage)
+  if repeats and not left:
+    return repeats, ""
+  given = [f"{stages} stages"]
+  given += [f"{key}={value}" for key, value in zip(KEYS, (per_stage, repeats), strict=False) if value > 0]
+  if num_layers % stages:
+    near = " or ".join(str(n) for n in divisors(num_layers) if n > 1) or "1"
+    return 0, f"{num_layers} stacked layers do not divide over {stages} stages; use {near} stages"
+  ways = [f"{k} with {num_layers // stages // k}" for k in divisors(num_layers // stages)]
+  said = f"{num_layers} stacked layers are not {' x '.join(given)}"
+  return 0, f"{said}; use {KEYS[0]} with {KEYS[1]}: {', or '.join(ways[:4])}"
+
+
+def check(v: Any) -> Iterator[str]:
+  """Problems of a pipeline with the layers, the rows and what else a run asks for."""
+  ici, dcn = v.ici_stage_parallelism, v.dcn_stage_parallelism
+  for key in KEYS:
+    if getattr(v, key) == 0:
+      usual = "as many as stages" if key == KEYS[2] else "what is left"
+      yield f"{key}=0 is no number; use -1 for {usual}, or 1 or more"
+      return
+  for key, size in (("ici_stage_parallelism", ici), ("dcn_stage_parallelism", dcn)):
+    if size == -1:
+      yield f"{key}=-1 leaves open how layers are cut into stages; give it a number, such as 2"
+  if min(ici, dcn) < 1:
+    return
+  if (stages := ici * dcn) == 1:
+    for key in KEYS:
+      if getattr(v, key) not in (-1, 1):
+        yield f"{v[key]} is for a pipeline; set ici_stage_parallelism to its stages, such as 2, or leave {key} out"
+    return
+  units = v.base_num_decoder_layers // v.inhomogeneous_layer_cycle_interval
+  _, problem = split(units, stages, v.num_layers_per_pipeline_stage, v.num_pipeline_repeats)
+  if problem and v.scan_layers:
+    yield problem
+  yield from _rows(v, stages)
+  yield from _refused(v, stages)
+
+
+def _rows(v: Any, stages: int) -> Iterator[str]:
+  """Micro-batches against stages and against the rows of the devices that share a micro-batch."""
+  micro = stages if v.num_pipeline_microbatches == -1 else v.num_pipeline_microbatches
+  if micro < stages:
+    least = f"{v[KEYS[2]]} is less than the {stages} stages, of which some would always wait"
+    yield f"{least}; use {stages} or more, such as {2 * stages}"
+    return
+  together = stages
+  for axis in ("tensor", "context"):
+    for group in ("ici", "dcn"):
+      together *= getattr(v, f"{group}_{axis}_parallelism")
+  if together < 1:
+    return  # `check_layout` knows the sizes
+  if problem := rows_problem(v.per_device_batch_size, together, stages, micro):
+    yield problem
+
+
+def rows_problem(per_device: int, together: int, stages: int, num_micro: int) -> str:
+  """What is wrong, or '', with the rows of `together` devices, which no others share, in so many micro-batches."""
+  if (rows := per_device * together) % num_micro == 0:
+    return ""
+  fits = [str(m) for m in divisors(rows) if m >= stages]
+  batch = next(n for n in range(1, num_micro + 1) if n * together % num_micro == 0)
+  batch *= -(-per_device // batch)
+  given = f"per_device_batch_size={per_device} makes {rows} rows for {together} devices that work on the same ones"
+  use = f"num_pipeline_microbatches={' or '.join(fits[:4])}, or " if fits else ""
+  return f"{given}, which do not divide into {num_micro} micro-batches; use {use}per_device_batch_size={batch}"
+
+
+def _refused(v: Any, stages: int) -> Iterator[str]:
+  """What does not go with a pipeline."""
+  wrong = {
+    "scan_layers": (not v.scan_layers, "has no stack that stages could share", "true"),
+    "segment_lengths": (bool(v.segment_lengths), "cuts the layers into segments of one device", "[]"),
+    "offload_to_host": (bool(v.offload_to_host), "moves segments of layers of one device", "[]"),
+    "enable_diloco": (v.enable_diloco, "trains slices apart, each with all layers", "false"),
+    "dropout_rate": (v.dropout_rate > 0, "would draw other masks for each micro-batch", "0.0"),
+    "lora_dropout": (v.lora_dropout > 0, "would draw other masks for each micro-batch", "0.0"),
+  }
+  for key, (asks, why, instead) in wrong.items():
+    if asks:
+      yield f"{v[key]} {why}, and ici_stage_parallelism makes {stages} stages; use {key}={instead}, or one stage"

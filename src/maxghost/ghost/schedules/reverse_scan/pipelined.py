@@ -1,0 +1,194 @@
+"""The walk on the stages of a pipeline (`models.pipeline`), exact for every direction.
+
+Micro-batches of training and of validation rows pass the stages one behind the other: forward, where every stage keeps
+the inputs of its layers, and back, where it keeps the cotangents of its chunks' outputs. Then each stage walks over its
+own chunks with all rows of both, without waiting for another stage. Where a set of validation rows does not divide into
+micro-batches of the training rows' size, every batch passes the stages for itself.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxghost.ghost.schedules.base import Secant
+from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
+from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows
+from maxghost.models import moe
+from maxghost.models.pipeline import SHARED, STACKED, Pipe
+
+_ARRAYS = ("arrays", "count", "clip_factor", "last_rate")  # of the optimizer's state
+
+
+class Passage(NamedTuple):
+  """Batches that pass the stages together. places: of the batches among all. pipes: of each, with rows per micro-batch
+  in common; `whole` is the pipe of all their micro-batches."""
+
+  places: tuple[int, ...]
+  pipes: tuple[Pipe, ...]
+
+  @property
+  def whole(self) -> Pipe:
+    return self.pipes[0]._replace(num_micro=sum(pipe.num_micro for pipe in self.pipes))
+
+  def join(self, batches: Sequence) -> Any:
+    """One tree of all their rows, from one tree [B, ...] for each batch; inside `Pipe.map`."""
+
+    def joined(*leaves):
+      cut = [x.reshape(-1, pipe.num_micro, *x.shape[1:]) for x, pipe in zip(leaves, self.pipes, strict=True)]
+      return jnp.concatenate(cut, 1).reshape(-1, *leaves[0].shape[1:])
+
+    return jax.tree.map(joined, *batches)
+
+  def part(self, tree) -> list:
+    """The inverse of `join`."""
+    found, start = [], 0
+    for pipe in self.pipes:
+
+      def own(x, start=start, stop=start + pipe.num_micro):
+        return x.reshape(-1, self.whole.num_micro, *x.shape[1:])[:, start:stop].reshape(-1, *x.shape[1:])
+
+      found.append(jax.tree.map(own, tree))
+      start += pipe.num_micro
+    return found
+
+
+def passages(num_layers: int, num_rows: Sequence[int]) -> list[Passage]:
+  """One if the micro-batches of the last batch, of training rows, can be those of all; else one for each batch."""
+  pipes = [Pipe.of(num_layers, rows) for rows in num_rows]
+  size = num_rows[-1] // pipes[-1].num_micro
+  if any(rows % size for rows in num_rows):
+    return [Passage((i,), (pipe,)) for i, pipe in enumerate(pipes)]
+  together = tuple(pipe._replace(num_micro=rows // size) for pipe, rows in zip(pipes, num_rows, strict=True))
+  return [Passage(tuple(range(len(together))), together)]
+
+
+class Passed:
+  """The forward pass of all batches, training rows last: `outputs` of the last layer, one for each batch."""
+
+  def __init__(self, batches: Sequence[Rows], embedded: Sequence):
+    self.batches, self.layers = batches, batches[0].layers
+    rows = [jax.tree.leaves(x)[0].shape[0] for x in embedded]
+    self.passages = passages(self.layers.stacked()[2].shape[0], rows)
+    found = {}
+    self.kept = []
+    for passage in self.passages:
+      own = self._of(passage, embedded), self._of(passage, self._inputs)
+
+      def local(x, inputs, stacked, passage=passage):
+        pipe, layers = passage.whole, passage.whole.chunks(stacked)
+        x, kept = pipe.forward(self._body, passage.join(x), layers, passage.join(inputs), keep=True)
+        return passage.part(x), kept
+
+      specs = (SHARED, SHARED, STACKED), (SHARED, STACKED)
+      outputs, kept = passage.whole.map(local, *specs)(*own, self.layers.stacked())
+      found |= dict(zip(passage.places, outputs, strict=True))
+      self.kept.append(kept)
+    self.outputs = [found[i] for i in range(len(batches))]
+
+  @staticmethod
+  def _of(passage: Passage, items: Sequence) -> list:
+    return [items[i] for i in passage.places]
+
+  @property
+  def _inputs(self) -> list:
+    return [rows.loss.layer_inputs(rows.batch) for rows in self.batches]
+
+  def _body(self, x, layer, inputs):
+    params, rest, _ = layer
+    return layer_lib.apply(self.layers.graphdef, params, (), x, rest, inputs, None)
+
+  def back(self, cotangents: Pair) -> tuple[Any, Pair]:
+    """As `walk.back`, from the cotangents of the outputs."""
+    given, below, kept = [*cotangents.val, cotangents.train], {}, []
+    for passage, inputs_kept in zip(self.passages, self.kept, strict=True):
+
+      def local(cotangents, inputs, kept, stacked, passage=passage):
+        pipe, layers = passage.whole, passage.whole.chunks(stacked)
+        joined = passage.join(cotangents), kept, layers, passage.join(inputs)
+        below, found = pipe.backward(self._body, *joined)
+        return passage.part(below), found
+
+      own = self._of(passage, given), self._of(passage, self._inputs), inputs_kept, self.layers.stacked()
+      specs = (SHARED, SHARED, STACKED, STACKED), (SHARED, STACKED)
+      cotangents_below, found = passage.whole.map(local, *specs)(*own)
+      below |= dict(zip(passage.places, cotangents_below, strict=True))
+      kept.append((inputs_kept, found))
+    return self._walk(kept), Pair(tuple(below[i] for i in range(len(given) - 1)), below[len(given) - 1])
+
+  def _walk(self, kept: list) -> dict:
+    """What `layer.training_back` returns, of all layers. kept: what `forward` and `backward` of each passage keep."""
+    layers, pipe = self.layers, self.passages[0].whole
+    state, secant = layers.state, layers.problem.secant
+    arrays = ({} if state is None else state.arrays), ([] if secant is None else self._earlier(secant))
+    small = [getattr(state, name, None) for name in _ARRAYS[1:]], layers.scalars, layers.probes
+    small = (*small, None if secant is None else (secant.weight, secant.own))
+
+    def local(kept, stacked, arrays, small, batches):
+      flat = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pipe.chunks(tree))  # noqa: E731
+      own = _local(layers, flat(arrays), small)
+      params, rest, numbers = pipe.chunks(stacked)
+      here = params, rest, jnp.arange(numbers.size).reshape(numbers.shape)
+      rows = [_with(rows, own, batch) for rows, batch in zip(self.batches, batches, strict=True)]
+
+      def chunk(_, scanned):
+        inputs, cotangents, layers = scanned
+        back = lambda below, scanned: self._layer(own, rows, below, *scanned)  # noqa: E731
+        return None, jax.lax.scan(back, self._parted(cotangents), (inputs, layers), reverse=True)[1]
+
+      inputs, cotangents = zip(*kept, strict=True)
+      _, out = jax.lax.scan(chunk, None, (pipe.by_chunk(inputs), cotangents, here))
+      return pipe.stored(out)
+
+    batches = [rows.batch for rows in self.batches]
+    specs = (STACKED, STACKED, STACKED, SHARED, SHARED), STACKED
+    return pipe.map(local, *specs)(kept, layers.stacked(), arrays, small, batches)
+
+  def _earlier(self, secant) -> list[dict]:
+    """`Secant.earlier` of the layers."""
+    labels = self.layers.labelled(self.layers.params)
+    return [{label: earlier[label] for label in labels} for earlier in secant.earlier]
+
+  def _parted(self, trees: Sequence) -> list:
+    """One tree for each batch, from one for each passage."""
+    found: dict[int, Any] = {}
+    for passage, tree in zip(self.passages, trees, strict=True):
+      found |= dict(zip(passage.places, passage.part(tree), strict=True))
+    return [found[i] for i in range(len(self.batches))]
+
+  def _layer(self, layers: Layers, rows: list[Rows], cotangents: list, inputs, layer) -> tuple[list, dict]:
+    """(cotangents of a layer's inputs, what `layer.training_back` returns), from all rows."""
+    pipes = {i: pipe for one in self.passages for i, pipe in zip(one.places, one.pipes, strict=True)}
+    *val_inputs, train_input = self._parted(inputs)
+    below, gradients = [], []
+    for i, x in enumerate(val_inputs):
+      with moe.counted_by(pipes[i].num_micro):
+        of_set, (cotangent,) = layer_lib.validation_back(Pair((rows[i],), None), (cotangents[i],), (Kept(x),), layer)
+      below.append(cotangent)
+      gradients += of_set
+    with moe.counted_by(pipes[len(val_inputs)].num_micro):
+      kept = Kept(train_input)
+      cotangent, out = layer_lib.training_back(rows[-1], cotangents[-1], kept, tuple(gradients), None, layer)
+    return [*below, cotangent], out
+
+
+def _local(layers: Layers, arrays: tuple, small: tuple) -> Layers:
+  """The layers of one stage. arrays: of the optimizer's state and of the secant. small: whole on every stage."""
+  own, (of_state, earlier), (of_step, scalars, probes, of_secant) = copy.copy(layers), arrays, small
+  own.scalars, own.probes = scalars, probes
+  if layers.state is not None:
+    fields: Iterator = zip(_ARRAYS, (of_state, *of_step), strict=True)
+    own.state = dataclasses.replace(layers.state, **dict(fields))
+  if of_secant is not None:
+    secant = Secant(earlier, *of_secant)
+    own.problem = dataclasses.replace(layers.problem, secant=secant)
+  return own
+
+
+def _with(rows: Rows, layers: Layers, batch) -> Rows:
+  own = copy.copy(rows)
+  own.layers, own.batch = layers, batch
+  return own
