@@ -204,8 +204,11 @@ def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tupl
   return found
 
 
-def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
-  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError."""
+def join_columns(where: Callable[[], str], record: Any, columns: Sequence[str]) -> bytes:
+  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError.
+
+  where: gives the place of the record for a message, which may take as long as reading the file.
+  """
   values, record = [], record if isinstance(record, dict) else {}
   if isinstance(columns, Kept):
     kept = {column: record[column] for column in columns if record.get(column) is not None}
@@ -214,14 +217,14 @@ def join_columns(where: str, record: Any, columns: Sequence[str]) -> bytes:
     if (value := record.get(column, 0)) is None:
       value = ""
     if isinstance(value, bytes):
-      value = utf8(f"{where}, column {column}", 0, value).decode("utf-8")
+      value = utf8(f"{where()}, column {column}", 0, value).decode("utf-8")
     if not isinstance(value, str):
-      raise CorruptError(f"{where}: no text in column '{column}'")
+      raise CorruptError(f"{where()}: no text in column '{column}'")
     values.append(value)
   try:
     return "\n".join(values).encode("utf-8")
   except UnicodeEncodeError as error:
-    raise CorruptError(f"{where}: half of a surrogate pair in the text ({error.reason})") from error
+    raise CorruptError(f"{where()}: half of a surrogate pair in the text ({error.reason})") from error
 
 
 def wanted_fields(asked: Sequence[str]) -> dict[str, str]:

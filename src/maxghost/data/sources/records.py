@@ -48,7 +48,9 @@ class Shard:
 
   def texts(self, offsets: list[int], sizes: list[int], columns: tuple[str, ...]) -> list[bytes]:
     found = zip(offsets, self.read(offsets, sizes, columns), strict=True)
-    return [record if self.is_text else join_columns(self.place(n), record, columns) for n, record in found]
+    if self.is_text:
+      return [text for _, text in found]
+    return [join_columns(functools.partial(self.place, n), record, columns) for n, record in found]
 
 
 class RecordSource(Source):

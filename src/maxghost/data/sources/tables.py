@@ -71,7 +71,7 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     def size(numbered: tuple[int, dict[str, Any]]) -> int:
       number, row = numbered
       columns_of(cfg.train_data_columns, row, f"dataset_files={path}")
-      return len(join_columns(f"{path}, record {number}", row, cfg.train_data_columns))
+      return len(join_columns(functools.partial(RECORD, path, number), row, cfg.train_data_columns))
 
     table = datasets.Dataset.from_list([row for _, row in take(enumerate(table), cap, path, size)])
   found = columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
