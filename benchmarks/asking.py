@@ -16,17 +16,15 @@ from pathlib import Path
 import _measure
 import numpy as np
 
-from maxghost import ask, attribute, config, train
-from maxghost.attribution import words
-from maxghost.attribution.index import files_of
-from maxghost.config.files import check_seal, sealed
-from maxghost.data.hashing import sha256
+from maxghost import ask
 
 WORDS, IN_CHUNK = 30_000, 42
 
 
 def prepare(folder: Path, chunks: int, overrides: list[str]) -> Path:
   """The run, with an index of `chunks` chunks in RUN/index."""
+  from maxghost import attribute, train  # here: the process that is measured has no use for them
+
   run, place = folder / "run", folder / "run" / "index"
   if (folder / f"{chunks}").is_file():
     return run
@@ -50,6 +48,12 @@ def prepare(folder: Path, chunks: int, overrides: list[str]) -> Path:
 
 
 def _enlarge(folder: Path, place: Path, chunks: int) -> None:
+  from maxghost import attribute, config
+  from maxghost.attribution import words
+  from maxghost.attribution.index import files_of
+  from maxghost.config.files import check_seal, sealed
+  from maxghost.data.hashing import sha256
+
   rng, about = np.random.default_rng(1), check_seal(json.loads((place / "index.json").read_text()))
   sketch, blocks = (place / name for name in files_of(1))
   shape, more = np.load(sketch, mmap_mode="r").shape, dict(np.load(blocks))
