@@ -35,7 +35,6 @@ _BPE_BYTES = 100 << 20  # text that a BPE is trained on
 # Number of the domain, tokens, and source bytes of each where the tokenizer has no table of them.
 _Document = tuple[int, np.ndarray, np.ndarray | None]
 _FIELDS = ("field", "field_length")  # of a part: the fields of its documents as one text, and the length of each
-_LENGTHS = {"token_end": "length", prepared.FIELD_END: "field_length"}  # columns of the index that add up one of a part
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
@@ -224,46 +223,68 @@ def _blocks(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
 
 
 def _join(job: Job, manifests: list[dict]) -> dict:
-  """Joins the parts' columns into the index, one of them in memory at a time, and writes its JSON last."""
-  folder, names, first = job.folder / "index", job.source.domains, np.cumsum([m["documents"] for m in manifests])
-  if not first[-1]:
+  """Joins the parts' columns into the index and writes its JSON last."""
+  folder, names = job.folder, job.source.domains
+  num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
+  if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
-
-  def parts(column: str) -> Iterator[np.ndarray]:
-    for part in range(job.num_parts):
-      with np.load(job.folder / "parts" / f"{part:05d}.npz") as loaded:
-        yield loaded[column]
-
-  paths, path_end, path_domain, before = bytearray(), array("q"), array("H"), []  # flat: perhaps a path per document
-  for found in parts("paths"):
-    before.append(len(path_end))
-    for domain, path in json.loads(str(found)):
+  columns = {}
+  for name in (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS):
+    file, kind = folder / "index" / f"{name}.npy", prepared.COLUMNS[name]
+    columns[name] = np.lib.format.open_memmap(file, "w+", kind, (num_blocks if "block" in name else num_documents,))
+  documents = blocks = tokens = 0
+  totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
+  paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document
+  for part in range(job.num_parts):
+    with np.load(folder / "parts" / f"{part:05d}.npz") as loaded:
+      new = {name: loaded[name] for name in loaded.files if name not in _FIELDS}
+    if not len(new["path"]):
+      continue
+    new["path"] = new["path"] + len(path_end)
+    for domain, path in json.loads(str(new.pop("paths"))):
       paths += path.encode("utf-8")
       path_end.append(len(paths))
       path_domain.append(names.index(domain))
-  (folder / "paths.bin").write_bytes(paths)
+    domains = np.frombuffer(path_domain, np.uint16)[new["path"]]
+    totals[0] += np.bincount(domains, minlength=len(names))
+    totals[1] += np.bincount(domains, new["num_bytes"], len(names)).astype(np.int64)
+    new["token_end"] = tokens + np.cumsum(new.pop("length"))
+    new["block_first"] = new["block_first"] + documents
+    for name, values in new.items():
+      start = blocks if name in prepared.BLOCK_COLUMNS else documents
+      columns[name][start : start + len(values)] = values
+    documents, blocks = documents + len(new["path"]), blocks + len(new["block_first"])
+    tokens = int(new["token_end"][-1])
+  for column in columns.values():
+    column.flush()
+  if job.source.fields:
+    _join_fields(job, num_documents)
+  (folder / "index" / "paths.bin").write_bytes(paths)
   for name, values in (("path_end", path_end), ("path_domain", path_domain)):
-    np.save(folder / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
-  shifts = {"path": before, "block_first": [0, *first[:-1].tolist()]}  # what the numbers of a part count from
-  fields = {prepared.FIELD_END: np.int64} if job.source.fields else {}
-  for name, kind in {**prepared.DOCUMENT_COLUMNS, **prepared.BLOCK_COLUMNS, **fields}.items():
-    shifted = zip(parts(_LENGTHS.get(name, name)), shifts.get(name, [0] * job.num_parts), strict=True)
-    values = np.concatenate([(part + shift).astype(kind) for part, shift in shifted])
-    np.save(folder / f"{name}.npy", np.cumsum(values) if name in _LENGTHS else values)
-  if fields:
-    with open(folder / prepared.FIELD_TEXTS, "wb") as file:
-      file.writelines(part.tobytes() for part in parts("field"))
-  domains = np.frombuffer(path_domain, np.uint16)[np.load(folder / "path.npy")]
-  sizes = np.bincount(domains, np.load(folder / "num_bytes.npy"), len(names)).astype(np.int64)
+    np.save(folder / "index" / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
   meta = {"version": prepared.INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
           "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(job.source.fields),
-          "domain_documents": dict(zip(names, np.bincount(domains, minlength=len(names)).tolist(), strict=True)),
-          "domain_bytes": dict(zip(names, sizes.tolist(), strict=True)),
-          **{name: sum(m[name] for m in manifests) for name in ("tokens", "empty", "corrupt")},
+          "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
+          "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)), "tokens": tokens,
+          "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
           "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
-          "index": {path.name: sha256(path) for path in sorted(folder.iterdir())}}  # fmt: skip
-  write_text(job.folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
+          "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())}}  # fmt: skip
+  write_text(folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
   return meta
+
+
+def _join_fields(job: Job, num_documents: int) -> None:
+  """Joins the fields of the parts' documents: one text, and where each of them ends in it."""
+  folder, place, size, shape = job.folder / "index", 0, 0, (num_documents * len(job.source.fields),)
+  ends = np.lib.format.open_memmap(folder / f"{prepared.FIELD_END}.npy", "w+", np.int64, shape)
+  with open(folder / prepared.FIELD_TEXTS, "wb") as file:
+    for part in range(job.num_parts):
+      with np.load(job.folder / "parts" / f"{part:05d}.npz") as loaded:
+        texts, lengths = (loaded[name] for name in _FIELDS)
+      file.write(texts.tobytes())
+      ends[place : place + len(lengths)] = size + np.cumsum(lengths)
+      place, size = place + len(lengths), size + len(texts)
+  ends.flush()
 
 
 def _copy_tokenizer(job: Job) -> dict:

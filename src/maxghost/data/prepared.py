@@ -168,7 +168,9 @@ class PreparedUnits(Units):
 
   source: PreparedSource
 
-  def all_units(self) -> np.ndarray:
+  def all_units(self) -> np.ndarray | range:
+    if len(self.source.domains) == len(self.source.meta["domains"]):
+      return range(len(self.source.columns["block_first"]))
     return np.flatnonzero(self.source.numbers[self.source.columns["block_domain"]] >= 0)
 
   def units_of(self, domain: int) -> np.ndarray:
