@@ -352,6 +352,18 @@ def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   assert "no name of a dataset such as owner/name:config" in refused(dataset_type="hf", dataset_files=("b=~/x/y z",))
 
 
+def test_reading_a_record_looks_for_no_line_number(tmp_path, monkeypatch):
+  """Which takes as long as reading the file, so a file would take the square of its length."""
+  settings = write_text(tmp_path / "raw")
+
+  def place(*_):
+    raise AssertionError("a place is asked for")
+
+  monkeypatch.setattr("maxghost.data.sources.text._place", place)
+  source = open_source(dataclasses.replace(BASE, **settings), 0)
+  assert sorted(source.texts(np.arange(len(source)))) == sorted(one.encode() for one in A + B)
+
+
 def damaged(folder, kind):
   """A corpus with a damaged second document or file of domain b; returns settings and what must be named."""
   folder.mkdir()

@@ -171,10 +171,6 @@ def filled(score, facts, value) -> dict:
   return {part: x.astype(jnp.promote_types(value.dtype, jnp.float32)) for part, x in found.items()}
 
 
-def zero_cotangent(x):
-  return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else autodiff.no_cotangent(x)
-
-
 def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
   """The method, whose backward pass fills the probes."""
   info = passes.info
@@ -186,7 +182,7 @@ def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
 
   def backward(saved, cotangent):
     values, arrays, parts, residuals = saved
-    zeros, known = jax.tree.map(zero_cotangent, parts), None
+    zeros, known = jax.tree.map(autodiff.zero_cotangent, parts), None
     if info.num_val:
       (arrays, cotangent), known, parts = _split_rows(passes, values, arrays, cotangent, parts)
     elif info.scored[0].spec.in_backward:
@@ -260,7 +256,7 @@ def _linked_lookup(lookup: LayerPasses, output: LayerPasses, values, arrays, par
       used = (pull((b[val], delta[val]))[0][None].astype(parts[0].dtype), *parts[1:])
     d_table = jax.vjp(lambda table: gather(table, ids[train]), table)[1](b[train])[0] + d_table_out
     scores = score(table, ids[train], b[train], [array[train] for array in carried], d_table, used)
-    return d_table, autodiff.no_cotangent(ids), jax.tree.map(zero_cotangent, parts), scores
+    return d_table, autodiff.no_cotangent(ids), jax.tree.map(autodiff.zero_cotangent, parts), scores
 
   op = jax.custom_vjp(run)
   op.defvjp(forward, backward)

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 from maxghost.adapters import Lora
 from maxghost.adapters.quantized import QuantizedMoe
 from maxghost.ghost.directions import Direction
-from maxghost.ghost.probed import LayerPasses, filled, zero_cotangent
+from maxghost.ghost.probed import LayerPasses, filled
 from maxghost.ghost.rules import Call, Rule, rule
 from maxghost.ghost.rules_flax import EmbedRule, LinearGeneralRule, matrix_scores
-from maxghost.models import attention, dense, moe, rounding
+from maxghost.models import attention, autodiff, dense, moe, rounding
 from maxghost.models.grouped_matmul import product
 from maxghost.models.layers import gated
 from maxghost.models.output_head import OutputProjection, TiedTable
@@ -218,7 +218,7 @@ class TiledPasses(LayerPasses):
     direction, facts = (None, None) if form is None else form(param)
     inputs = x_BTD, table, targets_BT, residuals, cotangent
     d_x, d_table, score_KBT = backward(self.head, *inputs, gradients=gradients, **self._visits(direction))
-    found = ({name: d_table}, [d_x, *map(zero_cotangent, (targets_BT, *rest))]) if gradients else None
+    found = ({name: d_table}, [d_x, *map(autodiff.zero_cotangent, (targets_BT, *rest))]) if gradients else None
     return found, None if form is None else {name: filled(self._reduced(score_KBT), facts, table)}
 
   def _visits(self, direction: Direction | None) -> dict:

@@ -99,7 +99,7 @@ def attend(
 def _around(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H, shape: Shape):
   """`attend` where a mesh splits the positions: every device on its own, with the keys that come by."""
   layout: Any = shardings.current()
-  axes = layout.rules.active(dict(reversed(layout.rules.rows))[QUERIES[1]])
+  axes = layout.rules.active(layout.rules.first(QUERIES[1]))
   size = layout.rules.parts(axes)
   ring = attention_ring.Ring.of(axes, size, q_BTHh.shape[1] // size, shape.window)
 

@@ -69,6 +69,10 @@ def no_cotangent(x):
   return np.zeros(x.shape, jax.dtypes.float0)
 
 
+def zero_cotangent(x):
+  return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else no_cotangent(x)
+
+
 def with_backward(forward: Callable, backward: Callable, nondiff_argnums: tuple[int, ...] = ()) -> Callable:
   """The function `forward(*arguments)[0]` with a hand-written backward pass; plain JAX inside `forward_mode`.
 

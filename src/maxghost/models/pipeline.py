@@ -32,9 +32,9 @@ _whole_rows = contextvars.ContextVar("maxghost_whole_rows", default=False)
 STACKED, SHARED = PartitionSpec(AXIS), PartitionSpec()  # split over the stages, or whole on each
 
 
-def whole_rows() -> contextlib.AbstractContextManager[None]:
-  """Takes the gradients of a layer from all rows of the batch at once."""
-  return setting(_whole_rows, True)
+def whole_rows(whole: bool = True) -> contextlib.AbstractContextManager[None]:
+  """Takes the gradients of a layer from all rows of the batch at once, or not."""
+  return setting(_whole_rows, whole)
 
 
 def current() -> Stages | None:
@@ -80,7 +80,7 @@ def run(body: Callable, x, scanned, inputs):
     kept, floats, others, inputs = saved
     specs = (STACKED, SHARED, STACKED, STACKED, SHARED), (SHARED, STACKED)
     below, gradients = pipe.map(local, *specs)(kept, cotangent, floats, others, inputs)
-    return below, gradients, *(jax.tree.map(_none, tree) for tree in (others, inputs))
+    return below, gradients, *(jax.tree.map(autodiff.zero_cotangent, tree) for tree in (others, inputs))
 
   function = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
   function.defvjp(forward, backward)
@@ -91,10 +91,6 @@ def _summable(x):
   """x in a dtype that can be summed over the stages: XLA's CPU compiler ends the process at sums of bfloat16."""
   narrow = shardings.platform() == "cpu" and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
   return x.astype(jnp.float32) if narrow else x
-
-
-def _none(x):
-  return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else autodiff.no_cotangent(x)
 
 
 class Pipe(NamedTuple):

@@ -55,7 +55,11 @@ class AxisRules:
   def batch_axes(self) -> tuple[str, ...]:
     """Mesh axes of several devices that rows are split over."""
     self.check((BATCH,), "every batch")
-    return self.active(next((axes for name, axes in self.rows if name == BATCH), ()))
+    return self.active(self.first(BATCH))
+
+  def first(self, name: str) -> tuple[str, ...]:
+    """The mesh axes of the first rule of a logical axis; none without one."""
+    return next((axes for known, axes in self.rows if known == name), ())
 
   def active(self, axes: Sequence[str]) -> tuple[str, ...]:
     """The mesh axes among these that have more than one device."""

@@ -100,8 +100,7 @@ class PlacedState:
 
   def __init__(self, layout: Layout, split: state.Split):
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
-    length_axes = next((axes for name, axes in layout.rules.rows if name == "activation_length"), ())
-    batch_axes = {*layout.rules.batch_axes, *layout.rules.active(length_axes)}
+    batch_axes = {*layout.rules.batch_axes, *layout.rules.active(layout.rules.first("activation_length"))}
     adapted = any(isinstance(v, nnx.LoRAParam) for _, v in nnx.to_flat_state(self._abstract))
     self.variables = [self._held(path, v, batch_axes, adapted) for path, v in nnx.to_flat_state(self._abstract)]
     self._twins: dict[tuple, Twin] = {}
@@ -321,8 +320,8 @@ class Step:
     """What products of rounded operands add to a layer's arrays."""
     if self.model.quantization not in ROUNDED:
       return []
-    widest = Tensor((self.tokens, self.feed_forward), "float32", "sum of a product of codes, before its scales")
-    operands = (self.tokens, self.embed + self.feed_forward)
+    widest = Tensor((self.inner_tokens, self.feed_forward), "float32", "sum of a product of codes, before its scales")
+    operands = (self.inner_tokens, self.embed + self.feed_forward)
     return [widest, Tensor(operands, self.compute, "rounded operands of a weight gradient")]
 
   def _kept_per_token(self) -> list[tuple[str, int, str]]:

@@ -89,13 +89,15 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
 
 def _by_domain(label: str, read: Callable | None, offsets: np.ndarray, sizes: np.ndarray) -> dict[str, np.ndarray]:
   """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
+  if read is None or not len(offsets):
+    return {label: np.arange(len(offsets))}
   found: dict[str, list[int]] = {}
-  for number, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True) if read else ()):
+  for number, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
     own = None
     with contextlib.suppress(base.CorruptError):  # reported when it is read
-      own = next(iter(read([offset], [size], ("domain",)))).get("domain") if read else None
+      own = next(iter(read([offset], [size], ("domain",)))).get("domain")
     found.setdefault(own if own and isinstance(own, str) else label, []).append(number)
-  return {domain: np.array(numbers) for domain, numbers in found.items()} or {label: np.arange(len(offsets))}
+  return {domain: np.array(numbers) for domain, numbers in found.items()}
 
 
 def _place(opened: Opened, path: str, kind: str, offset: int) -> str:
@@ -184,7 +186,8 @@ def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
 
 
 class _Parquet:
-  """A Parquet file, read by row groups. Keeps the `num_groups` read last, so read neighbouring rows together."""
+  """A Parquet file, read by row groups. Keeps the `num_groups` read last, so read neighbouring rows together; a single
+  one as Python values, for rows that are read in order."""
 
   def __init__(self, num_groups: int, path: str):
     parquet = base.import_package("pyarrow.parquet", path)
@@ -195,27 +198,32 @@ class _Parquet:
     metadata = self.file.metadata
     self.groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     self._path, self._ends = path, np.cumsum([group.num_rows for group in self.groups], dtype=np.int64)
-    self._table = functools.lru_cache(num_groups)(self._read)
+    self.names, self._in_order = tuple(self.file.schema_arrow.names), num_groups == 1
+    self._columns = functools.lru_cache(num_groups)(self._read)
 
   def row(self, number: int, names: tuple[str, ...]) -> dict[str, Any]:
     """{column: value, None for one that is not in `names`}. Raises CorruptError."""
-    group, columns = int(np.searchsorted(self._ends, number, side="right")), self.file.schema_arrow.names
-    first, table = self._table(group, tuple(name for name in columns if name in names))
-    return dict.fromkeys(columns) | {name: table.column(name)[number - first].as_py() for name in table.column_names}
+    first, columns = self._columns(int(np.searchsorted(self._ends, number, side="right")), names)
+    values = {name: column[number - first] for name, column in columns.items()}
+    if not self._in_order:
+      values = {name: value.as_py() for name, value in values.items()}
+    return dict.fromkeys(self.names) | values
 
-  def _read(self, group: int, columns: tuple[str, ...]) -> tuple[int, Any]:
-    """The number of a group's first row, and its table."""
+  def _read(self, group: int, names: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
+    """The number of a group's first row, and its columns among `names`."""
     first = int(self._ends[group - 1]) if group else 0
     try:
-      return first, self.file.read_row_group(group, columns=list(columns))
+      table = self.file.read_row_group(group, columns=[name for name in self.names if name in names])
     except Exception as error:  # as above
       raise base.CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    return first, {name: x.to_pylist() for name, x in columns.items()} if self._in_order else columns
 
 
 def _index_rows(tables: tuple, path: str, _: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
   parquet = tables[0].get(path)
-  columns, rows = base.columns_of(columns, parquet.file.schema_arrow.names, path), parquet.file.metadata.num_rows
+  columns, rows = base.columns_of(columns, parquet.names, path), parquet.file.metadata.num_rows
   chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
   total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
   return np.arange(rows, dtype=np.int64), np.full(rows, max(1, total // max(1, rows)), np.int64)

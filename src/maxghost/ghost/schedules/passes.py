@@ -163,12 +163,9 @@ def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None,
   params, rest = model.params, model.rest
 
   def loss(params, probes):
-    if twin is None:
-      losses, weights, metrics = as_objective(loss_fn).measured(model.merge(params), batch)
-    else:
-      with pipeline.whole_rows():
-        built = twin.merge(params, probes, directions, rest)
-        losses, weights, metrics = as_objective(loss_fn).measured(built, batch)
+    built = model.merge(params) if twin is None else twin.merge(params, probes, directions, rest)
+    with pipeline.whole_rows(twin is not None):
+      losses, weights, metrics = as_objective(loss_fn).measured(built, batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
   probes = None if twin is None else twin.zero_probes()
