@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxghost.config import Config
+from maxghost.parallel import heap
 from maxghost.training import state
 from maxghost.training.devices import compiler_options, configure_jax
 from maxghost.training.step import make_train_step
@@ -69,7 +70,9 @@ class Step:
 
 def make_step(cfg: Config, num_documents: int = 3) -> Step:
   """The step of `cfg` on a batch of per_device_batch_size rows and, with ghost on, a batch per validation set."""
+  heap.call("mallopt", heap.ARENA_MAX, 1)  # as the trainer, which does it before XLA starts its threads
   configure_jax(cfg)
+  heap.keep(jax.default_backend() == "cpu")
   batch = jax.device_put(packed_batch(cfg, cfg.data.per_device_batch_size, 0, num_documents))
   sets = cfg.val_sets
   val_batches = tuple(

@@ -5,8 +5,6 @@ sketch, R directions.
 """
 
 import codecs
-import contextlib
-import ctypes
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from maxghost.config import Config, ConfigError
 from maxghost.data.packing import Layout
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.objectives.base import BATCH_ARRAYS
+from maxghost.parallel import heap
 
 TOKEN_TOP = 3  # documents of each token
 _AMONG = 8192  # chunks, the most similar to the whole answer, among which the documents of its tokens are sought
@@ -40,7 +39,7 @@ class Sources:
 
   def __init__(self, run_dir: Path, index_dir: Path, cfg: Config, points: Iterator[Point]):
     about, data = open_index(index_dir), cfg.data
-    _heap("mallopt", -8, 1)  # M_ARENA_MAX: XLA's threads share one heap, of which more is free again for the next
+    heap.call("mallopt", heap.ARENA_MAX, 1)  # XLA keeps hundreds of MB of what it has freed after a compilation
     ranked = "ranked by similar gradients and shared words, of a token by gradients alone"
     self.cfg, self.method = cfg, f"{ranked}; nats along direction {about['direction']}, {about['directions']} sketches"
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
@@ -51,7 +50,7 @@ class Sources:
       self.index.check(point.step, point.digest)
       self._held.append((point.state, jax.block_until_ready(self._sketcher.step(point.state, step_batch))))
     self._sketcher.step.clear_cache()  # it is not asked again
-    _heap("malloc_trim", 0)
+    heap.call("malloc_trim", 0)
     self._texts, self._spans = Source(index_dir), spans(self.index.ids)
     self.notes += self._texts.open((about["fingerprint"],))
     try:
@@ -63,7 +62,7 @@ class Sources:
     """Compiles what a question with up to `length` tokens, its answer included, needs."""
     for size in _LENGTHS[: 1 + np.searchsorted(_LENGTHS, length).item()]:
       self._asked(np.zeros(size, np.int32), 1)
-      _heap("malloc_trim", 0)
+      heap.call("malloc_trim", 0)
 
   def of_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], top: int = 10) -> dict[str, Any]:
     """The sources of an answer (docs/asking.md lists the keys); the query is its loss, summed over its tokens.
@@ -139,12 +138,6 @@ class Sources:
           values = int(row["step"]), int(row["epoch"]), float(row["contribution"][0])
           found[key].append(dict(zip(("step", "epoch", "contribution"), values, strict=True)))
     return [sorted(found[key], key=lambda one: one["step"]) for key in keys]
-
-
-def _heap(function: str, *arguments: int) -> None:
-  """Calls a function of the GNU C library, whose heap keeps what XLA has freed after a compilation: hundreds of MB."""
-  with contextlib.suppress(OSError, AttributeError):  # another C library
-    getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def _best(score_N: np.ndarray, num: int) -> list[int]:

@@ -7,7 +7,7 @@ import jax
 from maxghost.config import Config, ConfigError
 from maxghost.config.pipeline import rows_problem
 from maxghost.objectives import create
-from maxghost.parallel import distributed
+from maxghost.parallel import distributed, heap
 from maxghost.parallel.axis_rules import unused_axes
 from maxghost.parallel.shardings import Layout
 from maxghost.training.host_memory import HostMemory
@@ -36,9 +36,11 @@ def compiler_options(platform: str | None = None) -> dict[str, Any]:
 def open_layout(cfg: Config) -> Layout:
   """Connects the processes, if there are several; the layout over all devices. Raises ConfigError if they refuse it."""
   configure_jax(cfg)
+  heap.call("mallopt", heap.ARENA_MAX, 1)  # before XLA starts its threads
   distributed.start(cfg.parallel)
   distributed.check_same_config(cfg)
   layout = Layout.of(cfg.parallel)
+  heap.keep(layout.mesh.devices.flat[0].platform == "cpu")
   HostMemory.of(cfg).check(layout.mesh.devices.flat[0])
   return layout
 
@@ -78,8 +80,8 @@ def check_layout(cfg: Config, layout: Layout) -> None:
     said = f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are"
     raise ConfigError(f"{said} {distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint")
   if distributed.count() > 1 and cfg.samples:
-    given = f"objective={cfg.optimizer.objective}"
-    raise ConfigError(f"{given} samples in a single process, and there are {distributed.count()}; start one")
+    said = f"objective={cfg.optimizer.objective} samples in a single process, and there are"
+    raise ConfigError(f"{said} {distributed.count()}; start one")
   if distributed.count() > 1 and (cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token"):
     key = "ghost_detail=token" if cfg.ghost.ghost_detail == "token" else f"ghost_select={cfg.ghost.ghost_select}"
     said = f"{key} writes files that one process alone can write; {distributed.count()} processes need"
