@@ -5,10 +5,7 @@ run failed, with the reason in one line; 2 wrong input, nothing was written; 130
 """
 
 import functools
-import itertools
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 
 from maxghost import cli
@@ -95,6 +92,7 @@ def _train(
   from maxghost.data import teacher_logits
   from maxghost.data.rewards import RolloutError
   from maxghost.parallel import distributed
+  from maxghost.parallel.watch import Watch
   from maxghost.training import devices
   from maxghost.training.metrics import NonFiniteMetricError
   from maxghost.training.plan import Plan
@@ -106,11 +104,8 @@ def _train(
     layout = devices.open_layout(cfg)
     if (code := _stopped(signals)) is not None:
       return code
-    plan = Plan.of(cfg, layout, teacher[0])
-    if distributed.count() > 1:
-      # JAX counts from its last heartbeat, one in every half of this time, so that it may end the run after that half.
-      seconds = 0.3 * cfg.parallel.jax_distributed_timeouts[1]
-      threading.Thread(target=_watch_peers, args=(seconds,), daemon=True).start()
+    plan, watch = Plan.of(cfg, layout, teacher[0]), Watch(cfg.parallel.jax_distributed_timeouts[1])
+    watch.start()
     (source, tokenizer), own, batch_size = corpus, plan.own, devices.data_rows(cfg, plan.rows)
     dataset = data.make_dataset(
       source, cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=tokenizer, records=cfg.records,
@@ -120,7 +115,7 @@ def _train(
       teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
-      open_trackers=trackers.open_all, force=force, open_teacher=teacher[1],
+      open_trackers=trackers.open_all, force=force, open_teacher=teacher[1], watch=watch,
     )  # fmt: skip
     code = _stopped(signals)
     return session.run() if code is None else code
@@ -149,26 +144,6 @@ def _stopped(signals: StopSignals) -> int | None:
     return None
   print(f"Stopped by {signals.name} before the first step; nothing was written")
   return signals.exit_code
-
-
-def _watch_peers(seconds: float) -> None:
-  """In process 0: names a process without a sign of life, before JAX ends this one with a stack of its own."""
-  from orbax.checkpoint import multihost
-
-  from maxghost.parallel import distributed
-
-  store, heard = multihost.get_jax_distributed_client(), {}
-  for beat in itertools.count():
-    store.key_value_set(f"maxghost/alive/{distributed.index()}", str(beat), allow_overwrite=True)
-    now = time.monotonic()
-    for key, value in store.key_value_dir_get("maxghost/alive") if distributed.is_first() else ():
-      if key not in heard or heard[key][0] != value:
-        heard[key] = value, now
-      elif now - heard[key][1] > seconds:
-        name = key.rpartition("/")[2]
-        print_problem(f"process {name} has given no sign of life for {seconds:.0f} s; without one, the run ends soon")
-        return
-    time.sleep(seconds / 8)
 
 
 if __name__ == "__main__":

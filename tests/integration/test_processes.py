@@ -1,12 +1,16 @@
 """Real processes on this machine: two of four devices are one of eight; one is killed, and the run goes on.
 
+Each has a folder of its own, as a machine has a disk.
+
 Collectives between processes are Gloo's.
 """
 
 import functools
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,9 +42,12 @@ def free_port() -> int:
 
 
 class Processes:
-  """`num` processes of `maxghost.train` with 8 / num virtual devices each."""
+  """`num` processes of `maxghost.train` with 8 / num virtual devices each, process k in the folder `machine_k`.
 
-  def __init__(self, folder, num, *changes):
+  patches: {process: Python code that runs before the command}.
+  """
+
+  def __init__(self, folder, num, *changes, patches=()):
     port = free_port()
     environment = os.environ | {
       "JAX_PLATFORMS": "cpu",
@@ -57,8 +64,13 @@ class Processes:
         own = [f"jax_distributed=127.0.0.1:{port},{index}/{num}"]  # fmt: skip
       self.outputs.append(folder / f"out_{port}_{index}.txt")
       with open(self.outputs[-1], "w") as output:
-        command = [sys.executable, "-m", "maxghost.train", *common, *own]
-        self.started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+        module = ["-m", "maxghost.train"]
+        if index in patches:
+          module = ["-c", f"{patches[index]}\nimport sys\nfrom maxghost import train\nsys.exit(train.main())"]
+        command, machine = [sys.executable, *module, *common, *own], folder / f"machine_{index}"
+        machine.mkdir(exist_ok=True)
+        where = {"cwd": machine, "env": environment}
+        self.started.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **where))
 
   def text(self, index: int) -> str:
     return self.outputs[index].read_text()
@@ -90,11 +102,11 @@ def rows(run) -> dict:
   return dict(zip(zip(*names, strict=True), zip(*values, strict=True), strict=True))
 
 
-def assert_same_run(ours, theirs) -> None:
-  """Losses to 1e-6, scores to 1e-5, the same rows."""
+def assert_same_run(ours, theirs, steps=STEPS) -> None:
+  """Losses to 1e-6, scores to 1e-5, the same rows, each once."""
   expected = losses(theirs)
   actual = losses(ours)
-  assert [record["step"] for record in actual] == [record["step"] for record in expected] == list(range(STEPS))
+  assert [record["step"] for record in actual] == [record["step"] for record in expected] == list(range(steps))
   for a, b in zip(actual, expected, strict=True):
     for name in ("learning/loss", "ghost/val_loss/words"):
       assert a[name] == pytest.approx(b[name], rel=1e-6)
@@ -103,7 +115,8 @@ def assert_same_run(ours, theirs) -> None:
     assert len(by_domain) > 2
     assert {name: a[name] for name in by_domain} == pytest.approx(by_domain, rel=1e-4, abs=1e-5)
   actual, expected = rows(ours), rows(theirs)
-  assert actual.keys() == expected.keys() and len(actual) > 5 * STEPS
+  assert actual.keys() == expected.keys() and len(actual) > 5 * steps
+  assert len(attribution.load(ours)["step"]) == len(attribution.load(theirs)["step"])
   a, b = (np.array([values[key] for key in expected]) for values in (actual, expected))
   for column in (0, 1):
     assert np.abs(a[:, column] - b[:, column]).max() < 1e-5 * np.abs(b[:, column]).max()
@@ -127,32 +140,93 @@ def one_process(folder):
   return folder / "one"
 
 
+LOCAL = ("local_checkpoint_directory=near", "local_checkpoint_period=1")
+
+
 @pytest.mark.timeout(1800)
 def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
+  """Its machine is lost too: the run goes on from what the other one has on its disk."""
   run = folder / "two"
-  processes = Processes(folder, 2, "run_name=two")
-  processes.wait_for("completed step: 3,")
-  while not (run / "checkpoints" / str(PERIOD)).is_dir():  # written in the background
-    assert processes.started[0].poll() is None, processes.text(0)[-3000:]
-    time.sleep(0.02)
+  processes = Processes(folder, 2, "run_name=two", *LOCAL)
+  processes.wait_for("completed step: 4,")
   begin = time.monotonic()
   processes.started[1].send_signal(signal.SIGKILL)
   codes = processes.codes()
   assert time.monotonic() - begin < 200  # on a busy machine; a missing heartbeat takes 60
-  saved = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdecimal())
+  durable = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdecimal())
   if codes == [-signal.SIGABRT, -signal.SIGKILL]:  # Gloo did not notice it: JAX ends the run, after a line of ours
     assert "process 1 has given no sign of life" in processes.text(0)
   else:
     assert codes == [1, -signal.SIGKILL]
     assert "another process of the run is lost" in processes.text(0)
-    assert f"the last good checkpoint is {run / 'checkpoints' / str(saved)};" in processes.text(0)
+    assert f"the last good checkpoint is {run / 'checkpoints' / str(durable)}, the local one" in processes.text(0)
+  shutil.rmtree(folder / "machine_1")
 
-  again = Processes(folder, 2, "run_name=two")
+  again = Processes(folder, 2, "run_name=two", *LOCAL)
   again.succeed()
-  assert f"Continuing after {saved} completed steps" in again.text(0)
+  assert re.search(r"Continuing after [4-7] completed steps: \S+/machine_0/near/two-", again.text(0)), again.text(0)
   assert "mesh: fsdp 8 (8 devices) of 2 processes" in again.text(0)
   assert "completed step" not in again.text(1)  # process 0 speaks for all
   assert_same_run(run, one_process)
+  assert not list((folder / "machine_0" / "near").iterdir())  # the end of a run is durable
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_twenty_random_kills_from_two_to_one_to_four_processes(folder):
+  """In the middle of steps, saves and starts; some take a machine's disk with them. No row is lost or doubled."""
+  steps, num_kills, rng, began = 160, 20, np.random.default_rng(7), []
+  keys = (f"steps={steps}", "checkpoint_period=12", "jax_distributed_timeouts=300,20")
+  Processes(folder, 1, "run_name=unbroken", *keys).succeed()
+  for number in range(num_kills + 1):
+    processes = Processes(folder, num := (2, 1, 4)[number // 7], "run_name=moved", *keys, *LOCAL)
+    if number < num_kills:
+      if rng.random() < 0.25:
+        time.sleep(rng.uniform(0, 12))
+      else:
+        processes.wait_for("completed step: ")
+        first = int(processes.text(0).partition("completed step: ")[2].partition(",")[0])
+        processes.wait_for(f"completed step: {first + rng.integers(7)},")
+        time.sleep(rng.uniform(0, 1))
+      victims = rng.choice(num, rng.integers(1, num + 1), replace=False).tolist()
+      for index in victims:
+        processes.started[index].kill()
+      codes = processes.codes()
+      assert 0 not in codes and all("Traceback" not in processes.text(i) for i in {*range(num)} - {*victims}), codes
+      if rng.random() < 0.4:
+        shutil.rmtree(folder / f"machine_{victims[0]}" / "near", ignore_errors=True)
+    began += re.findall(r"Continuing after (\d+) completed steps: (\S+)", processes.text(0))
+  assert processes.codes() == [0] * num, processes.text(0)[-3000:]
+  print([(int(step), "local" if "near" in path else "durable") for step, path in began])
+  assert sum("near" in path for _, path in began) > 5
+  assert_same_run(folder / "moved", folder / "unbroken", steps)
+
+
+HANGING = """
+import itertools, time
+from maxghost.training import batches
+drawn, numbers = batches.Prefetcher.__next__, itertools.count()
+def next_or_never(self):
+  if next(numbers) == 5:
+    time.sleep(10**6)
+  return drawn(self)
+batches.Prefetcher.__next__ = next_or_never
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_process_whose_data_hang_is_named(folder):
+  """In 8 seconds, and ten times what a batch took before; with the collective in which the other one waits."""
+  processes = Processes(folder, 2, "run_name=hangs", "jax_distributed_timeouts=300,8", patches={1: HANGING})
+  assert processes.codes(300) == [1, 1]
+  found = re.search(
+    r"process 0 of 2: process 1 of 2 hangs for (\d+) s \(step 5: reads its batch, at .*next_or_never\)\); the others "
+    r"wait for it in train_step, whose first collective between processes is the [a-z-]+ of \S+ over fsdp; ",
+    processes.text(0),
+  )
+  assert found and 8 <= int(found[1]) < 60, processes.text(0)[-3000:]
+  assert "process 1 of 2: process 1 of 2 hangs" in processes.text(1) and "Traceback" not in processes.text(0)
 
 
 @pytest.mark.slow

@@ -14,9 +14,8 @@ from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import PartitionSpec
 from meshes import make_config
-from orbax.checkpoint import multihost
 
-from maxghost import config, train
+from maxghost import config
 from maxghost.config import ConfigError
 from maxghost.parallel import collectives, distributed, rendezvous, topologies
 from maxghost.parallel import mesh as meshes
@@ -477,19 +476,3 @@ def test_a_lost_peer_is_known_by_status_code_and_lost_connection(message, lost, 
   assert distributed.is_lost_peer(RuntimeError(message)) is lost
   monkeypatch.setattr(distributed, "count", lambda: 1)
   assert not distributed.is_lost_peer(RuntimeError(message))
-
-
-def test_a_process_without_a_sign_of_life_is_named(monkeypatch, capsys):
-  """Process 2 beats, process 1 has stopped."""
-
-  class Store(dict):
-    def key_value_set(self, key, value, allow_overwrite):
-      assert allow_overwrite
-      self |= {key: value, "maxghost/alive/1": "5", "maxghost/alive/2": value}
-
-    def key_value_dir_get(self, prefix):
-      return list(self.items())
-
-  monkeypatch.setattr(multihost, "get_jax_distributed_client", Store)
-  train._watch_peers(0.2)
-  assert capsys.readouterr().err.startswith("maxghost: process 1 has given no sign of life for 0 s; ")

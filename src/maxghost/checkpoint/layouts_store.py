@@ -321,10 +321,13 @@ def key_impl(key: Any) -> Any:
 
 
 def key_words(key: Any) -> Any:
-  """The uint32 words of a typed key; abstract words of an abstract key."""
+  """The uint32 words of a typed key; abstract words of an abstract key, which lie where it does."""
   import jax
 
-  return jax.eval_shape(jax.random.key_data, key) if isinstance(key, jax.ShapeDtypeStruct) else jax.random.key_data(key)
+  if isinstance(key, jax.ShapeDtypeStruct):
+    words = jax.eval_shape(jax.random.key_data, key)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
+  return jax.random.key_data(key)
 
 
 def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:

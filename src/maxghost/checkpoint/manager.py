@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from maxghost.checkpoint import local as local_files
 from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit
 from maxghost.config import ConfigError
@@ -51,6 +52,7 @@ class Restored(NamedTuple):
   step: int
   tree: dict
   positions: dict
+  path: Path
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -66,10 +68,12 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 class CheckpointManager:
   """The checkpoints of one run. Each process makes a manager of the same folder and calls it in the same order.
 
-  max_to_keep: older checkpoints are removed in the background; 0 keeps all. say: receives each message for the user.
+  max_to_keep: older checkpoints are removed in the background; 0 keeps all. local: a folder of each machine for local
+  checkpoints; empty: none. say: receives each message for the user.
   """
 
-  def __init__(self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, say: Callable = print):
+  def __init__(self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, local: str = "",
+               say: Callable = print):  # fmt: skip
     self._directory, self._say = full_path(directory), say
     # Orbax logs every phase of a save, and an error once in each of its threads; what matters is said here.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -90,6 +94,7 @@ class CheckpointManager:
     # Named here, so that what lies in a checkpoint is known before anything has been saved or restored.
     handlers = {"items": ocp.StandardCheckpointHandler(), "positions": ocp.JsonCheckpointHandler()}
     self._manager = ocp.CheckpointManager(self._directory, item_handlers=handlers, options=options)
+    self._local = self._open_local(Path(local)) if local else None
 
   def steps(self) -> list[int]:
     """Completed steps of the checkpoints that lie there whole, oldest first."""
@@ -98,19 +103,32 @@ class CheckpointManager:
   def path(self, step: int) -> Path:
     return self._directory / str(step)
 
-  def save(self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping | None = None) -> None:
+  def newest(self) -> str:
+    """Where the newest checkpoints lie, of those that this process sees; empty: there are none."""
+    local = max(map(local_files.step_of, self._local.names() if self._local else ()), default=-1)
+    steps = self.steps()
+    told = [str(self.path(steps[-1]))] if steps else []
+    return ", ".join(told + ([f"the local one of step {local}"] if local > max(steps, default=-1) else []))
+
+  def save(self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping | None = None,
+           local: bool = False) -> None:  # fmt: skip
     """Copies the arrays and writes them in the background; `tree` may be donated as soon as this returns.
 
-    frozen: arrays that never change, of which only the checksums are written (`check_frozen`).
-    Waits for an earlier save first. Raises CheckpointError where that one, or this one, could not be written.
+    frozen: arrays that never change, of which only the checksums are written (`check_frozen`). local: writes a local
+    checkpoint. Waits for an earlier save first. Raises CheckpointError, or OSError of a local one, where that one, or
+    this one, could not be written.
     """
     self.wait()
-    self._saving = step
     tree = _with_raw_keys(tree)
     if frozen and not self._frozen:
       self._frozen = _checksums(frozen)
     content = {**positions, **({"frozen": self._frozen} if frozen else {}), "format": FORMAT_VERSION}
     record = sealed(content | {"checksums": _checksums(tree), "made_with": made_with()})
+    if local:
+      assert self._local is not None, "a manager without a local folder was asked for a local checkpoint"
+      self._local.save(step, _flatten(tree), record)
+      return
+    self._saving = step
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
     self._guard(self._try_to_write)
     self._guard(lambda: self._manager.save(step, args=items, force=True))
@@ -119,12 +137,16 @@ class CheckpointManager:
     """Waits until the last save is on disk. Raises CheckpointError where it failed."""
     if self._saving is not None:
       self._guard(self._manager.wait_until_finished)
+      if self._local:
+        self._local.drop(self._saving)
       self._saving = None
 
   def close(self) -> None:
     """Ends the background work. Raises CheckpointError where a save failed here, unless that was raised before."""
     with contextlib.suppress(CheckpointError) if self._has_failed else contextlib.nullcontext():
       self._guard(self._manager.close, alone=True)
+    if self._local:
+      self._local.close()
 
   def restore_latest(self, abstract_tree: Mapping) -> Restored | None:
     """The newest checkpoint that can be used, or None where there are none.
@@ -133,10 +155,12 @@ class CheckpointManager:
     readable checkpoint has missing, extra or unlike leaves, or where checkpoints exist and none can be used.
     """
     unusable = []
-    for step in reversed(self.steps()):
-      reason, restored = "", None
+    wanted, local = _with_raw_keys(abstract_tree), self._local.usable() if self._local else []
+    found = [(step, "") for step in self.steps()] + [(local_files.step_of(name), name) for name in local]
+    for step, name in sorted(found, reverse=True):  # of one step the local one first, whose bytes are near
+      reason, restored, path = "", None, self._local.folder / name if self._local and name else self.path(step)
       try:
-        restored = self._restore(step, abstract_tree)
+        restored = self._restore(step, name, wanted)
       except CheckpointError:
         raise
       except Exception as error:  # Orbax and TensorStore raise what they like for a damaged file
@@ -144,15 +168,17 @@ class CheckpointManager:
           raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
       if reason := next(filter(None, distributed.gather(reason)), ""):  # what one process cannot read, none uses
-        unusable.append(step)
-        self._say(f"maxghost: checkpoint {self.path(step)} cannot be used ({reason}); trying the one before")
+        unusable += [] if name else [step]
+        self._say(f"maxghost: checkpoint {path} cannot be used ({reason}); trying the one before")
         continue
       assert restored is not None, "without a reason against it, it was read"
       self._set_aside(unusable)
+      if self._local:
+        self._local.keep(name)
       then, now = restored.positions.get("made_with", {}), made_with()
       if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
         but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
-        self._say(f"maxghost: note: checkpoint {self.path(step)} was made with {'; '.join(other)}: {but}")
+        self._say(f"maxghost: note: checkpoint {path} was made with {'; '.join(other)}: {but}")
       typed = lambda x, key: jax.random.wrap_key_data(x, impl=key_impl(key)) if is_typed_key(key) else x  # noqa: E731
       return restored._replace(tree=jax.tree.map(typed, restored.tree, abstract_tree))
     if unusable:
@@ -170,19 +196,30 @@ class CheckpointManager:
       fix = "put them back, or start a new run_name"
       raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 
-  def _restore(self, step: int, abstract_tree: Mapping) -> Restored:
-    wanted = _with_raw_keys(abstract_tree)
-    positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
+  def _restore(self, step: int, local: str, wanted: Mapping) -> Restored:
+    """local: name of a local checkpoint; empty: a durable one."""
+    path, items = self.path(step), "items"
+    if local:
+      assert self._local is not None, "it has named this checkpoint"
+      path, positions = self._local.folder / local, self._local.record(local)
+    else:
+      positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
     positions = check_seal(positions)
     if positions.get("format", 0) > FORMAT_VERSION:
       reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
-      raise CheckpointError(f"checkpoint {self.path(step)} has format {positions['format']}, {reads}")
-    _check_leaves(self.path(step), _flatten(self._manager.item_metadata(step)["items"].tree), _flatten(wanted))
-    tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
+      raise CheckpointError(f"checkpoint {path} has format {positions['format']}, {reads}")
+    if local:
+      assert self._local is not None
+      _check_leaves(path, self._local.leaves(local), _flatten(wanted))
+      arrays = self._local.restore(local, _flatten(wanted))
+      tree = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
+    else:
+      _check_leaves(path, _flatten(self._manager.item_metadata(step)[items].tree), _flatten(wanted))
+      tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))[items]
     for name, found in _checksums(tree).items():
       if positions["checksums"].get(name) != found:
         raise ValueError(f"the bytes of {name} changed since they were saved")
-    return Restored(step, tree, positions)
+    return Restored(step, tree, positions, path)
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
     """Runs a part of the save, in every process unless `alone`. Raises CheckpointError in all if it fails in one."""
@@ -226,6 +263,30 @@ class CheckpointManager:
     if not all(sees):
       blind = f"process {sees.index(False)} does not see what process 0 writes to {self._directory}"
       raise ConfigError(f"base_output_directory: {blind}; name a folder of a file system that all processes share")
+
+  def _open_local(self, folder: Path) -> local_files.LocalCheckpoints:
+    """Raises ConfigError in every process if one cannot write there."""
+    path, words = self._directory / ".local", []
+    if distributed.is_first():  # the run is known by a word of its own: another of its name may have been here
+      self._directory.mkdir(parents=True, exist_ok=True)
+      for lent in self._directory.glob(f"{local_files.LENT}*"):
+        shutil.rmtree(lent)
+      if not path.exists():
+        write_text(path, secrets.token_hex(4))
+      words = [path.read_text(), secrets.token_hex(4)]
+    run, attempt = distributed.gather(words)[0]
+    own = full_path(folder) / f"{self._directory.parent.name}-{run}"
+
+    def try_to_write() -> None:
+      own.mkdir(parents=True, exist_ok=True)
+      write_text(own.parent / f".writable_{distributed.index()}", "1")
+      (own.parent / f".writable_{distributed.index()}").unlink()
+
+    try:
+      local_files.together(try_to_write, f"local_checkpoint_directory={folder} cannot be written")
+    except OSError as error:
+      raise ConfigError(f"{error}; name a folder on a disk of each machine, or in its memory (/dev/shm)") from error
+    return local_files.LocalCheckpoints(own, self._directory, attempt, self._say)
 
   def _set_aside(self, steps: list[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""

@@ -318,6 +318,11 @@ class CheckpointConfig:
   checkpoint_period: int = key(100, minimum=0)
   max_num_checkpoints_to_keep: int = key(2, minimum=0)
   async_checkpointing: bool = key(True)
+  local_checkpoint_directory: str = key("")
+  local_checkpoint_period: int = key(0, minimum=0)
+
+  def saves_locally(self, completed_steps: int) -> bool:
+    return self.local_checkpoint_period > 0 and completed_steps % self.local_checkpoint_period == 0
 
   @property
   def given(self) -> str:

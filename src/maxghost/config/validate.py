@@ -244,6 +244,13 @@ def periods(v: Values) -> Iterator[str]:
   if v.lr_schedule_type == "wsd" and warmup + decay > 1:
     use = f"use wsd_decay_steps_fraction={shown(round(1 - warmup, 6))} or less"
     yield f"{v['warmup_steps_fraction']} and {v['wsd_decay_steps_fraction']} together exceed 1; {use}"
+  period, durable = v.local_checkpoint_period, v.checkpoint_period
+  if bool(period) != bool(v.local_checkpoint_directory):
+    where = "a folder on a disk of each machine, or in its memory (/dev/shm)"
+    yield f"{v['local_checkpoint_period']} and {v['local_checkpoint_directory']}: give both, {where}"
+  elif period and not period < durable:
+    fix = f"use local_checkpoint_period={durable // 10 or 1}" if durable > 1 else "use checkpoint_period=100"
+    yield f"{v['local_checkpoint_period']} must be smaller than {v['checkpoint_period']}, which is durable; {fix}"
 
 
 def plugins_together(v: Values) -> Iterator[str]:

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,23 @@ def table(found: list[Collective]) -> list[str]:
     f"{kind:<19} over {' x '.join(axes) or 'no axis':<18} {counts[kind, axes]:>7,} times {size / 1e6:>14,.1f} MB"
     for (kind, axes), size in sizes.most_common()
   ]
+
+
+def first_between_processes(hlo: str, mesh: Any) -> str:
+  """The collective of a program that first needs a device of another process, for a message; empty: none does."""
+  process = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+  spanning = {axis for i, axis in enumerate(mesh.axis_names) if (process != process.take([0], axis=i)).any()}
+  found = (one for one in _in_order(*_split(hlo), dict(mesh.shape)) if spanning.intersection(one.axes))
+  first = next(found, None)
+  return f"{first.kind} of {first.shape} over {' x '.join(first.axes)}" if first else ""
+
+
+def _in_order(computations: dict[str, list[str]], name: str, mesh_shape) -> Iterator[Collective]:
+  for line in computations.get(name, ()):
+    if one := _collective(line, name, 1, mesh_shape):
+      yield one
+    for called in _CALLED.findall(line):
+      yield from _in_order(computations, called, mesh_shape)
 
 
 def _split(hlo: str) -> tuple[dict[str, list[str]], str]:

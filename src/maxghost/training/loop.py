@@ -36,7 +36,7 @@ from maxghost.training.state import Position, carry, to_save
 
 class Sinks(NamedTuple):
   """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
-  by_domain: a `DomainSums`; unlike `scores` it is there in every process."""
+  by_domain: a `DomainSums`; unlike `scores` it is there in every process. watch: a `Watch`, told what the loop does."""
 
   console: Console
   metrics: MetricsLog | None
@@ -44,6 +44,7 @@ class Sinks(NamedTuple):
   checkpoints: Any
   trackers: tuple = ()
   by_domain: Callable[..., Callable[[], dict[str, float]]] = lambda outputs, batch: dict
+  watch: Callable[..., None] = lambda step, doing, program="", bounded=False: None
 
   def close(self) -> None:
     """Writes everything to disk, also after an error."""
@@ -113,6 +114,7 @@ class TrainingLoop:
           break
         self._turn(step, self._fetched(step, prefetcher))
       self._read_started()
+      self._sinks.watch(None, "ends the run")
       if self._sinks.checkpoints:
         self._save()
         self._sinks.checkpoints.wait()
@@ -130,6 +132,7 @@ class TrainingLoop:
 
   def _fetched(self, step: int, prefetcher: Prefetcher) -> Fetched:
     """The next batch. Answers wait for the step before, and their time is no part of a step's."""
+    self._sinks.watch(step, "reads its batch", bounded=self._rollouts is None)
     if self._rollouts is None:
       return next(prefetcher)
     self._read_started()
@@ -139,12 +142,15 @@ class TrainingLoop:
 
   def _turn(self, step: int, fetched: Fetched) -> None:
     replaced = self._closing or self._close_replaced_rows(step)
-    if self._val_sets and not self._validation.is_scored(step):
+    is_plain = bool(self._val_sets) and not self._validation.is_scored(step)
+    name = "plain_step" if is_plain else "train_step"
+    self._sinks.watch(step, f"starts {name}", name, bounded=True)
+    if is_plain:
       self._state, outputs = self._program.plain_step(self._state, fetched.arrays, ())
     else:
       self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation.batches(step))
     self._read_started()
-    self._read = functools.partial(self._read_outputs, step, fetched, outputs, replaced)
+    self._read = functools.partial(self._read_outputs, step, name, fetched, outputs, replaced)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
     if self._program.outer:
       self._state, self._closing, account = self._program.outer.after(self._state, step, self._validation)
@@ -156,9 +162,11 @@ class TrainingLoop:
       self._evaluate()
     if self._sampler and (is_last or done % self._cfg.run.sample_every == 0):
       self._sample()
-    if self._sinks.checkpoints and done % self._cfg.checkpoint.checkpoint_period == 0 and not is_last:
+    saving = self._cfg.checkpoint
+    is_local = done % (saving.checkpoint_period or 1) != 0
+    if self._sinks.checkpoints and not is_last and (not is_local or saving.saves_locally(done)):
       self._read_started()
-      self._save()
+      self._save(is_local)
 
   def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
     """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
@@ -178,6 +186,7 @@ class TrainingLoop:
   def _evaluate(self) -> None:
     """Adds eval/* to the record of the step just started, always on the same rows."""
     self._read_started()
+    self._sinks.watch(None, "evaluates", "evaluate")
     if not self._eval_batches:
       num_rows = self._cfg.data.per_device_batch_size * self._hardware.num_devices
       batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
@@ -191,17 +200,19 @@ class TrainingLoop:
   def _sample(self) -> None:
     """Adds a text of the model to the record of the step just started."""
     self._read_started()
+    self._sinks.watch(None, "samples a text")
     assert self._sampler is not None and self._pending is not None
     text = self._sampler(self._state)
     self._pending[metrics.SAMPLE] = text
     self._sinks.console.line(f"sample after step {self._pending['step']}: {json.dumps(text, ensure_ascii=False)}")
     self._restart_clock()
 
-  def _save(self) -> None:
+  def _save(self, local: bool = False) -> None:
     """Saves the state after the last step that was read, with the positions of the same moment."""
     sinks, completed = self._sinks, self._position.completed_steps
     if completed == self._saved_steps:
       return
+    sinks.watch(None, "saves a checkpoint")
     for tracker in sinks.trackers:
       tracker.flush()
     log, scores, closing = sinks.metrics, sinks.scores, self._closing
@@ -213,9 +224,10 @@ class TrainingLoop:
       closing=closing and {name: np.asarray(value).tolist() for name, value in closing.items()},
     ).of_all_processes()  # fmt: skip
     assert sinks.checkpoints is not None
-    sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
-    sinks.checkpoints.save(completed, *to_save(self._state, position, self._cfg))
-    self._saved_steps = completed
+    if not local:
+      sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
+      self._saved_steps = completed
+    sinks.checkpoints.save(completed, *to_save(self._state, position, self._cfg), local=local)
     self._restart_clock()
 
   def _close_account(self) -> None:
@@ -237,8 +249,9 @@ class TrainingLoop:
       read, self._read = self._read, None
       read()
 
-  def _read_outputs(self, step: int, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
+  def _read_outputs(self, step: int, program: str, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
     """Reads a step's outputs and completes the record before it. replaced: what closes an account on old rows."""
+    self._sinks.watch(step, f"waits for {program}", program, bounded=True)
     outputs = self._program.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()
     metrics.check_finite(step, outputs)

@@ -30,7 +30,8 @@ RESUMABLE_KEYS = frozenset(
   {*(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
    "per_device_batch_size", "log_period", "eval_interval", "eval_steps", "sample_every", "sample_prompt",
    "enable_tensorboard", "jax_cache_dir", "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
-   "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing"}
+   "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
+   "local_checkpoint_directory", "local_checkpoint_period"}
 )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from maxghost.config.files import sealed, write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.objectives import create
-from maxghost.parallel import distributed
+from maxghost.parallel import collectives, distributed
+from maxghost.parallel.watch import Watch
 from maxghost.serving.samples import Sampler
 from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
@@ -42,8 +43,10 @@ class Session:
 
   def __init__(self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *,
                open_checkpoints: Callable, open_trackers: Callable, open_parameters: Callable | None = None,
-               force: bool = False, open_teacher: Callable | None = None):  # fmt: skip
-    cfg = plan.cfg
+               force: bool = False, open_teacher: Callable | None = None, watch: Watch | None = None):  # fmt: skip
+    cfg, self._watch = plan.cfg, watch or Watch(plan.cfg.parallel.jax_distributed_timeouts[1])
+    self._watch.explain = self._first_collective
+    self._watch.advice = lambda: f"{self.last_checkpoint()}; start all processes again to continue from it"
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
     self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
     self._console = console.Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
@@ -84,10 +87,17 @@ class Session:
 
   def last_checkpoint(self) -> str:
     """The newest checkpoint, for a message."""
-    steps = self._checkpoints.steps() if self._checkpoints else []
-    if not steps:
-      return "no checkpoint has been saved yet"
-    return f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
+    newest = self._checkpoints.newest() if self._checkpoints else ""
+    return f"the last good checkpoint is {newest}" if newest else "no checkpoint has been saved yet"
+
+  def _first_collective(self, program: str) -> str:
+    """Where processes wait for others in a program, for a message."""
+    try:
+      text = self._program.executable(program).call.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:  # some compilers cannot show their programs
+      return f"whose collectives cannot be listed: {str(error).splitlines()[0][:80]}"
+    first = collectives.first_between_processes(text, self._plan.layout.mesh)
+    return f"whose first collective between processes is the {first}" if first else "which has no collectives"
 
   def _claim(self) -> contextlib.AbstractContextManager:
     """The first process locks the run directory; the others wait for it. All compare their data."""
@@ -147,6 +157,7 @@ class Session:
     if cfg.checkpoint.checkpoint_period:
       kept = {"max_to_keep": cfg.checkpoint.max_num_checkpoints_to_keep, "say": say}
       kept["asynchronous"] = cfg.checkpoint.async_checkpointing
+      kept["local"] = cfg.checkpoint.local_checkpoint_directory if cfg.checkpoint.local_checkpoint_period else ""
       self._checkpoints = self._open_checkpoints(self._path / run_directory.CHECKPOINTS, **kept)
       own, frozen = state.saved_parts(plan.state)
       restored = self._checkpoints.restore_latest(own)
@@ -161,7 +172,7 @@ class Session:
         then = f"{plan.rows} rows per step, but {self._path} was trained with {position.rows} {was}"
         raise ConfigError(f"{said} {then}; use {way}, or another run_name")
       self._dataset.train.restore(position.data)
-      say(f"Continuing after {restored.step} completed steps: {self._checkpoints.path(restored.step)}")
+      say(f"Continuing after {restored.step} completed steps: {restored.path}")
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
@@ -209,7 +220,7 @@ class Session:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path, self._plan.slices)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
     by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes)
-    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain, self._watch)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line

@@ -1,0 +1,314 @@
+"""Local checkpoints: saved often on the disks (or in the memory) of the machines themselves, each with a peer's copy.
+
+Every process keeps `<folder>/<step>-<attempt>/`, with attempt a word of this start of the run:
+  <process>.bin, .json        the bytes of its pieces of the arrays; what they are, and the positions of the checkpoint
+  <process>.peer.bin, .json   the pieces that only one other process holds, the one half of the processes before it
+A piece is what the sharding gives to one device. A checkpoint can be used when the processes that start again hold all
+pieces between them, whatever their number, order and mesh: each reads its own files, and what it lacks goes
+through the shared folder.
+"""
+
+import collections
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxghost.config.files import check_seal, sealed, write_text, write_whole
+from maxghost.parallel import distributed
+
+CHUNK = 1 << 24  # bytes that a process sends to its peer at a time
+LENT = ".lent-"  # folder of what processes read of each other, in the shared one
+
+
+class Piece(NamedTuple):
+  """The part of an array, named by its slash path, that begins at `start` and has this shape."""
+
+  name: str
+  start: tuple[int, ...]
+  shape: tuple[int, ...]
+
+  @classmethod
+  def at(cls, name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> "Piece":
+    bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+    return cls(name, tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
+
+  def overlap(self, other: "Piece") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where both lie, as indices into this piece and into the other; None where they share nothing."""
+    ours, theirs = [], []
+    for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+      low, high = max(a, b), min(a + n, b + m)
+      if low >= high:
+        return None
+      ours.append(slice(low - a, high - a))
+      theirs.append(slice(low - b, high - b))
+    return tuple(ours), tuple(theirs)
+
+
+Place = tuple[Path, int]  # a file, and the offset in it
+
+
+class LocalCheckpoints:
+  """The local checkpoints of one run. Every process calls the methods in the same order.
+
+  folder: of this machine. shared: one that all processes see. attempt: the same word in all processes. say: receives
+  each message for the user.
+  """
+
+  def __init__(self, folder: Path, shared: Path, attempt: str, say: Callable[[str], None] = print):
+    self.folder, self._shared, self._attempt, self._say = folder, shared / f"{LENT}{attempt}", attempt, say
+    self._pool = ThreadPoolExecutor(1, "local-checkpoint")
+    self._writing: tuple[str, Future] | None = None
+    self._places: dict[str, dict[Piece, Place]] = {}  # by name of the checkpoint
+    self._of_all: dict[str, list[set[Piece]]] = {}  # what each process holds of it
+    self._headers: dict[str, dict] = {}
+
+  def save(self, step: int, flat: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
+    """Copies the pieces of this process, and sends those that no other process has to its peer; the rest happens in
+    the background. flat: the arrays by slash path. Raises OSError where the last save could not be written."""
+    self.wait()
+    held, alone = {}, []
+    for name, x in flat.items():
+      holders = collections.defaultdict(set)
+      for device, index in x.sharding.devices_indices_map(x.shape).items():
+        holders[Piece.at(name, index, x.shape)].add(device.process_index)
+      for shard in x.addressable_shards:
+        piece = Piece.at(name, shard.index, x.shape)
+        if piece not in held:
+          held[piece] = _bytes(np.array(shard.data))  # a copy, since the next step takes the memory of the array
+          alone += [piece] if len(holders[piece]) == 1 else []
+    header = {"leaves": {name: [str(x.dtype), x.shape] for name, x in flat.items()}, "record": record}
+    parts = {str(distributed.index()): ([*held], [*held.values()])}
+    if distributed.count() > 1:
+      parts[f"{distributed.index()}.peer"] = _exchange(alone, [held[piece] for piece in alone])
+    folder = self.folder / f"{step}-{self._attempt}"
+    self._writing = folder.name, self._pool.submit(_write, folder, parts, header)
+
+  def wait(self) -> None:
+    """Waits until the last save is on disk, then removes those before it. Raises OSError where it failed."""
+    if self._writing is not None:
+      (name, written), self._writing = self._writing, None
+      together(written.result, f"local checkpoint {self.folder / name} could not be written")
+      self.keep(name)  # not before: until all have written it, the one before is needed
+
+  def drop(self, step: int) -> None:
+    """Removes all up to a step, which is durable elsewhere."""
+    self.wait()
+    for name in self.names():
+      if step_of(name) <= step:
+        shutil.rmtree(self.folder / name, ignore_errors=True)  # another process of this machine may remove it too
+    if self.folder.is_dir() and not any(self.folder.iterdir()):
+      self.folder.rmdir()
+
+  def keep(self, kept: str) -> None:
+    """Removes all others: they are older, or belong to steps that the run does again."""
+    for name in self.names():
+      if name != kept:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
+  def usable(self) -> list[str]:
+    """Names of the checkpoints of which the processes have all pieces between them, oldest first."""
+    headers = {}
+    for name in self.names():
+      self._places[name] = {}
+      for path in sorted((self.folder / name).glob("*.json")):
+        if header := self._read_header(path):
+          headers[name] = header
+          self._places[name] |= _places(path, header)
+    said = distributed.gather({name: [*map(list, places)] for name, places in self._places.items()})
+    names = sorted({name for one in said for name in one}, key=step_of)
+    self._of_all = {name: [{_piece(*piece) for piece in one.get(name, ())} for one in said] for name in names}
+    first = {name: min((i for i, pieces in enumerate(self._of_all[name]) if pieces), default=-1) for name in names}
+    own = {name: header for name, header in headers.items() if first[name] == distributed.index()}
+    self._headers = {name: header for one in distributed.gather(own) for name, header in one.items()}
+    return [name for name in names if name in self._headers and self._is_whole(name)]
+
+  def leaves(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
+    return {leaf: jax.ShapeDtypeStruct(*pair[::-1]) for leaf, pair in self._headers[name]["leaves"].items()}
+
+  def record(self, name: str) -> dict[str, Any]:
+    """What `save` was given."""
+    return self._headers[name]["record"]
+
+  def restore(self, name: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays of a usable checkpoint, placed as `wanted` asks; those bytes that no file of this machine has come
+    through the shared folder."""
+    pieces, places = collections.defaultdict(set), dict(self._places.get(name, {}))
+    for piece in set[Piece]().union(*self._of_all[name]):
+      pieces[piece.name].add(piece)
+    lacking = set()
+    for leaf, x in wanted.items():
+      own = {Piece.at(leaf, at, x.shape) for at in x.sharding.addressable_devices_indices_map(x.shape).values()}
+      lacking |= {piece for piece in pieces[leaf] - places.keys() if any(map(piece.overlap, own))}
+    asked = {_piece(*piece) for one in distributed.gather([*map(list, sorted(lacking))]) for piece in one}
+    if asked:
+      lend = functools.partial(self._lend, name, asked, places)
+      together(lend, f"{self._shared}, through which processes read pieces of each other, could not be written")
+      for path in sorted(self._shared.glob("*.json")):
+        places = _places(path, json.loads(path.read_text())) | places
+    arrays = {leaf: _array(leaf, x, pieces[leaf], places) for leaf, x in wanted.items()}
+    distributed.gather(None)
+    if asked and distributed.is_first():
+      shutil.rmtree(self._shared)
+    return arrays
+
+  def close(self) -> None:
+    self._pool.shutdown()
+
+  def _lend(self, name: str, asked: set[Piece], places: Mapping[Piece, Place]) -> None:
+    """Writes the pieces that other processes asked for and that no process of a lower number has."""
+    first = [next(i for i, held in enumerate(self._of_all[name]) if piece in held) for piece in sorted(asked)]
+    lent = [piece for i, piece in zip(first, sorted(asked), strict=True) if i == distributed.index()]
+    leaves = self._headers[name]["leaves"]
+    if lent:
+      blobs = (_bytes(_stored(piece, places[piece], leaves[piece.name][0])) for piece in lent)
+      _write(self._shared, {str(distributed.index()): (lent, blobs)}, {"leaves": leaves})
+
+  def names(self) -> list[str]:
+    """Of all that this machine has a part of."""
+    return [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+
+  def _is_whole(self, name: str) -> bool:
+    found = collections.Counter()
+    for piece in set[Piece]().union(*self._of_all[name]):
+      found[piece.name] += math.prod(piece.shape)
+    lacking = [leaf for leaf, (_, shape) in self._headers[name]["leaves"].items() if found[leaf] != math.prod(shape)]
+    if lacking:
+      said = f"parts of {len(lacking)} of its arrays are on none of the machines (such as {lacking[0]})"
+      self._say(f"maxghost: local checkpoint {self.folder / name} cannot be used: {said}")
+    return not lacking
+
+  def _read_header(self, path: Path) -> dict | None:
+    try:
+      header = check_seal(json.loads(path.read_text()))
+      if (size := path.with_suffix(".bin").stat().st_size) != header["bytes"]:
+        raise ValueError(f"{path.with_suffix('.bin').name} has {size:,} bytes, not {header['bytes']:,}")
+      return header
+    except (OSError, ValueError) as error:
+      self._say(f"maxghost: local checkpoint {path} is left out: {error}")
+      return None
+
+
+def together(work: Callable[[], Any], said: str) -> None:
+  """Does a work in every process. Raises OSError in all of them where one cannot do it, with what is `said` of it."""
+  reason = ""
+  try:
+    work()
+  except OSError as error:
+    reason = error.strerror or str(error)
+  reasons = distributed.gather(reason)
+  if found := next((f"process {number}: {reason}" for number, reason in enumerate(reasons) if reason), ""):
+    raise OSError(f"{said} ({found})")
+
+
+def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray]) -> tuple[list[Piece], list[np.ndarray]]:
+  """Gives these pieces to the process half of all after this one, in another slice if there are any; returns those of
+  the process half before it, and their bytes."""
+  count, shift = distributed.count(), distributed.count() // 2
+  said = distributed.gather([[*map(list, pieces)], sum(map(len, blobs))])
+  (received, left), most = said[(distributed.index() - shift) % count], max(size for _, size in said)
+  size, chunks = min(CHUNK, -(-most // 4) * 4), []
+  if most:
+    send, flow = _sender(size // 4, shift), _chunks(blobs, size)
+    for _ in range(-(-most // size)):
+      chunks.append(send(next(flow)))
+  return [_piece(*piece) for piece in received], [
+    chunk[: max(left - size * number, 0)] for number, chunk in enumerate(chunks)
+  ]
+
+
+@functools.lru_cache(1)
+def _sender(num_words: int, shift: int) -> Callable[[np.ndarray], np.ndarray]:
+  """A function that sends bytes to the process `shift` after this one, and returns those that came."""
+  count, first = distributed.count(), {}
+  for device in jax.devices():
+    first.setdefault(device.process_index, device)
+  mesh = jax.sharding.Mesh(np.array([first[process] for process in range(count)]), ("process",))
+  rows = NamedSharding(mesh, PartitionSpec("process"))
+  pairs = [(process, (process + shift) % count) for process in range(count)]
+  program = jax.shard_map(
+    lambda x: lax.ppermute(x, "process", pairs), mesh=mesh, in_specs=rows.spec, out_specs=rows.spec
+  )
+  shape = jax.ShapeDtypeStruct((count, num_words), np.uint32, sharding=rows)
+  compiled = jax.jit(program).lower(shape).compile()
+  distributed.gather(None)  # devices do not wait long for those of another process
+
+  def send(chunk: np.ndarray) -> np.ndarray:
+    sent = jax.make_array_from_process_local_data(rows, chunk.view(np.uint32)[None], shape.shape)
+    return np.asarray(compiled(sent).addressable_data(0)).reshape(-1).view(np.uint8)
+
+  return send
+
+
+def _chunks(blobs: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+  """The bytes of all, `size` at a time, then zeros without end."""
+  chunk, filled = np.zeros(size, np.uint8), 0
+  for blob in blobs:
+    while len(blob):
+      part, blob = blob[: size - filled], blob[size - filled :]
+      chunk[filled : filled + len(part)] = part
+      filled += len(part)
+      if filled == size:
+        yield chunk
+        chunk, filled = np.zeros(size, np.uint8), 0
+  while True:
+    yield chunk
+    chunk = np.zeros(size, np.uint8)
+
+
+def _write(folder: Path, parts: Mapping[str, tuple[Sequence[Piece], Iterable[np.ndarray]]], header: Mapping) -> None:
+  """Writes two files for each of `parts`, {name: (pieces, their bytes)}; that of their names is the last."""
+  folder.mkdir(parents=True, exist_ok=True)
+  for name, (pieces, blobs) in parts.items():
+    with write_whole(folder / f"{name}.bin") as file:
+      size = sum(file.write(blob) for blob in blobs)
+    content = sealed({**header, "pieces": pieces, "bytes": size})
+    write_text(folder / f"{name}.json", json.dumps(content))
+
+
+def _places(path: Path, header: Mapping) -> dict[Piece, Place]:
+  """Where each piece of a file lies: one after the other."""
+  offset, places = 0, {}
+  for piece in (_piece(*piece) for piece in header["pieces"]):
+    places[piece] = path.with_suffix(".bin"), offset
+    offset += math.prod(piece.shape) * np.dtype(header["leaves"][piece.name][0]).itemsize
+  return places
+
+
+def _stored(piece: Piece, place: Place, dtype: Any) -> np.ndarray:
+  num_bytes = math.prod(piece.shape) * np.dtype(dtype).itemsize
+  found = np.memmap(place[0], np.uint8, "r", place[1], (num_bytes,))
+  return found.view(dtype).reshape(piece.shape)
+
+
+def _array(leaf: str, x: jax.ShapeDtypeStruct, pieces: Iterable[Piece], places: Mapping[Piece, Place]) -> jax.Array:
+  def of_device(index: tuple[slice, ...]) -> np.ndarray:
+    own = Piece.at(leaf, index, x.shape)
+    out = np.empty(own.shape, x.dtype)
+    for piece in pieces:
+      if both := own.overlap(piece):
+        out[both[0]] = _stored(piece, places[piece], x.dtype)[both[1]]
+    return out
+
+  return jax.make_array_from_callback(x.shape, x.sharding, of_device)
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+  return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _piece(name: str, start: Iterable[int], shape: Iterable[int]) -> Piece:
+  return Piece(name, tuple(start), tuple(shape))
+
+
+def step_of(name: str) -> int:
+  return int(name.partition("-")[0])

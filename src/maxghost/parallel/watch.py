@@ -1,0 +1,125 @@
+"""Names a process that is silent, and a step that hangs, instead of waiting for them without end.
+
+Every process writes to the key-value store of jax.distributed, from a thread of its own, what its main thread does and
+for how long. All processes do the same things in the same order, so that the one that has done the fewest is the one
+that the others wait for.
+"""
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxghost.config.values import print_problem
+from maxghost.parallel import distributed
+
+_ALIVE = "maxghost/alive"  # in the key-value store
+FIRST_SECONDS = 1800.0  # for the first of a kind of phase, of which no other shows how long it takes
+
+
+class Phase(NamedTuple):
+  """What a main thread does: the `number`-th of its phases, since a monotonic time, with a limit of seconds.
+
+  kind: what it does, in a step or another. program: the one whose result it waits for; empty: none.
+  """
+
+  number: int
+  kind: str
+  doing: str
+  program: str
+  since: float
+  limit: float
+
+
+class Watch:
+  """Of one process. patience: seconds of `jax_distributed_timeouts` without a heartbeat.
+
+  A bounded phase may take `patience`, and ten times as long as the longest one of its kind before. explain: maps the
+  name of a program to what is known of its collectives. advice: the end of a message.
+  """
+
+  def __init__(self, patience: float):
+    # JAX counts from its last heartbeat, one in every half of this time, so that it may end the run after that half.
+    self._patience, self._silent_seconds = patience, 0.3 * patience
+    self._longest: dict[str, float] = {}
+    self._phase = Phase(0, "", "prepares the run", "", time.monotonic(), math.inf)
+    self._heard: dict[int, tuple[dict, float]] = {}  # by process: its last sign of life and when it came
+    self._told: set[int] = set()
+    self.explain: Callable[[str], str] = lambda program: ""
+    self.advice: Callable[[], str] = lambda: "start all processes again"
+
+  def __call__(self, step: int | None, doing: str, program: str = "", bounded: bool = False) -> None:
+    """Notes that the main thread begins something. step: to which it belongs, None: of none. The phases of all
+    processes must be the same, but for what `doing` says."""
+    before, now = self._phase, time.monotonic()
+    if before.limit < math.inf:
+      self._longest[before.kind] = max(self._longest.get(before.kind, 0.0), now - before.since)
+    longest = self._longest.get(doing)
+    limit = FIRST_SECONDS if longest is None else self._patience + 10 * longest
+    where = doing if step is None else f"step {step}: {doing}"
+    self._phase = Phase(before.number + 1, doing, where, program, now, limit if bounded else math.inf)
+
+  def start(self) -> None:
+    """Begins to watch, if there are other processes."""
+    if distributed.count() > 1:
+      threading.Thread(target=self._run, daemon=True, name="watch").start()
+
+  def _run(self) -> None:
+    from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
+
+    store: Any = multihost.get_jax_distributed_client()
+    interval, beat = self._silent_seconds / 8, 0
+    while True:
+      beat += 1
+      store.key_value_set(f"{_ALIVE}/{distributed.index()}", json.dumps(self._sign(beat)), allow_overwrite=True)
+      now = time.monotonic()
+      for key, text in store.key_value_dir_get(_ALIVE):
+        process, sign = int(key.rpartition("/")[2]), json.loads(text)
+        if process not in self._heard or self._heard[process][0]["beat"] != sign["beat"]:
+          self._heard[process] = sign, now
+      self._name_silent(now)
+      if problem := self._hang(now):
+        print_problem(f"process {distributed.index()} of {distributed.count()}: {problem}; {self.advice()}")
+        time.sleep(3 * interval)  # until the others have seen it too
+        distributed.exit_at_once(1)
+      time.sleep(interval)
+
+  def _sign(self, beat: int) -> dict[str, Any]:
+    phase, frame = self._phase, sys._current_frames().get(threading.main_thread().ident or 0)
+    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else ""
+    # JSON has no infinity.
+    return phase._asdict() | {"beat": beat, "seconds": time.monotonic() - phase.since, "line": line,
+                              "limit": phase.limit if phase.limit < math.inf else None}  # fmt: skip
+
+  def _name_silent(self, now: float) -> None:
+    """In process 0: names each process without a sign of life, before JAX ends the run with a stack of its own."""
+    for process, (sign, came) in self._heard.items() if distributed.is_first() else ():
+      if now - came > self._silent_seconds and process not in self._told:
+        self._told.add(process)
+        last = f"process {process} has given no sign of life for {now - came:.0f} s (its last: {sign['doing']})"
+        print_problem(f"{last}; without one, the run ends soon")
+
+  def _hang(self, now: float) -> str:
+    """What hangs, if anything does: the process that is behind all others is in a bounded phase beyond its limit, or
+    silent although JAX, whose heartbeats have a thread of their own, still hears it."""
+    if len(self._heard) < distributed.count():
+      return ""
+    last = min(sign["number"] for sign, _ in self._heard.values())
+    late = {process: pair for process, pair in self._heard.items() if pair[0]["number"] == last}
+    sign, came = max(late.values(), key=lambda pair: pair[0]["seconds"] - (pair[0]["limit"] or math.inf))
+    seconds = sign["seconds"] + (now - came if now - came > self._silent_seconds else 0)
+    if sign["limit"] is None or seconds <= sign["limit"]:
+      return ""
+    waiting = [sign for process, (sign, _) in self._heard.items() if process not in late]
+    program = next((other["program"] for other in waiting if other["program"]), sign["program"])
+    explained = self.explain(program) if program else ""
+    if not waiting:
+      return f"{sign['doing']} hangs in all processes for {seconds:.0f} s{explained and f' ({explained})'}"
+    names, does = ", ".join(map(str, sorted(late))), f"{sign['doing']}, at {sign['line']}"
+    waits = f"the others wait for {'it' if len(late) == 1 else 'them'}"
+    where = f" in {program}{explained and f', {explained}'}" if program else ""
+    return f"process {names} of {distributed.count()} hangs for {seconds:.0f} s ({does}); {waits}{where}"

@@ -1,0 +1,186 @@
+"""Local checkpoints in one process: what is written, kept, refused, and read into other shardings."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxghost.checkpoint.local import Piece
+from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
+from maxghost.config import ConfigError, load
+from maxghost.config.files import config_dir
+
+
+def placed(values, mesh, *axes):
+  return jax.device_put(values, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def tree_of(mesh, axes):
+  rng = np.random.default_rng(0)
+  return {
+    "model": {
+      "w": placed(jnp.asarray(rng.normal(size=(8, 12)), jnp.bfloat16), mesh, *axes),
+      "b": placed(rng.normal(size=(24,)).astype(np.float32), mesh),
+      "q": placed(rng.integers(-7, 7, (16, 3)).astype(np.int8), mesh, axes[0]),
+    },
+    "optimizer": {"step": placed(np.uint32(7), mesh), "key": placed(jax.random.key(3), mesh)},
+  }
+
+
+def abstract(tree):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def same(a, b):
+  words = [
+    jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves((a, b))
+  ]
+  ours, theirs = words[: len(words) // 2], words[len(words) // 2 :]
+  return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture
+def meshes():
+  devices = np.array(jax.devices())
+  return jax.sharding.Mesh(devices.reshape(4, 2), ("a", "b")), jax.sharding.Mesh(devices[:4].reshape(2, 2), ("a", "b"))
+
+
+@pytest.fixture
+def manager(tmp_path):
+  said = []
+  made = CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "near"), say=said.append)
+  made.said = said
+  yield made
+  made.close()
+
+
+def folders(tmp_path):
+  return sorted(path.name.partition("-")[0] for path in (tmp_path / "near").glob("run-*/*"))
+
+
+def test_pieces_overlap_where_both_lie():
+  a, b = Piece("x", (0, 2), (4, 3)), Piece("x", (2, 0), (4, 4))
+  assert a.overlap(b) == ((slice(2, 4), slice(0, 2)), (slice(0, 2), slice(2, 4)))
+  assert a.overlap(Piece("x", (4, 2), (1, 1))) is None and Piece("x", (), ()).overlap(Piece("x", (), ())) == ((), ())
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), ("a", None), (None, "b")])
+def test_read_into_another_mesh_bit_for_bit(tmp_path, manager, meshes, axes):
+  tree = tree_of(meshes[0], axes)
+  manager.save(5, tree, {"data": 1}, local=True)
+  manager.wait()
+  manager._local.wait()
+  again = CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "near"), say=print)
+  restored = again.restore_latest(abstract(tree_of(meshes[1], axes[::-1])))
+  assert restored.step == 5 and restored.positions["data"] == 1 and "near" in str(restored.path)
+  assert same(restored.tree, tree) and restored.tree["model"]["w"].sharding.mesh.shape == meshes[1].shape
+  again.close()
+
+
+def test_the_newest_is_used_and_a_durable_one_replaces_the_local_ones(tmp_path, manager, meshes):
+  tree = tree_of(meshes[0], ("a", "b"))
+  for step in (3, 6):
+    manager.save(step, tree, {}, local=True)
+  assert folders(tmp_path)[0] == "3"  # until that of step 6 is written everywhere
+  manager.save(9, tree, {}, local=True)
+  manager._local.wait()
+  assert folders(tmp_path) == ["9"] and manager.newest() == "the local one of step 9"
+  manager.save(8, tree, {})
+  manager.wait()
+  assert folders(tmp_path) == ["9"] and manager.restore_latest(abstract(tree)).step == 9
+  manager.save(10, tree, {})
+  manager.wait()
+  assert folders(tmp_path) == [] and not list((tmp_path / "near").iterdir())
+  assert manager.restore_latest(abstract(tree)).path == tmp_path / "run" / "checkpoints" / "10"
+
+
+def changed_byte(path):
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 4
+  path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+  ("harm", "said"),
+  [
+    (lambda path: os.truncate(path, 40), "is left out: 0.bin has 40 bytes"),
+    (changed_byte, "changed since they were saved"),
+    (lambda path: changed_byte(path.with_suffix(".json")), "is left out"),
+    (lambda path: path.with_suffix(".json").unlink(), ""),  # as of a process that was killed while it wrote
+  ],
+)
+def test_a_damaged_one_is_named_and_the_durable_one_used(tmp_path, manager, meshes, harm, said):
+  tree = tree_of(meshes[0], ("a", "b"))
+  manager.save(2, tree, {})
+  manager.save(4, tree, {}, local=True)
+  manager.wait()
+  manager._local.wait()
+  harm(next((tmp_path / "near").glob("run-*/4-*/0.bin")))
+  assert manager.restore_latest(abstract(tree)).step == 2
+  assert said in " ".join(manager.said)
+  assert folders(tmp_path) == []
+
+
+def test_another_run_of_the_same_name_is_left_alone(tmp_path, manager, meshes):
+  tree = tree_of(meshes[0], ("a", "b"))
+  manager.save(4, tree, {}, local=True)
+  manager._local.wait()
+  (tmp_path / "run" / "checkpoints" / ".local").unlink()  # as of a run folder that was removed
+  other = CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "near"))
+  assert other.restore_latest(abstract(tree)) is None and folders(tmp_path) == ["4"]
+  other.close()
+
+
+def test_other_leaves_are_an_error(manager, meshes):
+  tree = tree_of(meshes[0], ("a", "b"))
+  manager.save(4, tree, {}, local=True)
+  manager._local.wait()
+  wanted = abstract(tree)
+  wanted["model"]["extra"] = wanted["model"].pop("b")
+  with pytest.raises(CheckpointError, match="model/extra"):
+    manager.restore_latest(wanted)
+
+
+def test_a_full_disk_ends_the_run_with_its_name(tmp_path, manager, meshes):
+  tree = tree_of(meshes[0], ("a", "b"))
+  blocked = tmp_path / "near" / next((tmp_path / "near").iterdir()).name
+  blocked.rmdir()
+  blocked.write_text("")
+  manager.save(4, tree, {}, local=True)
+  with pytest.raises(OSError, match=r"local checkpoint .*4-\w+ could not be written \(process 0: Not a directory\)"):
+    manager._local.wait()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ConfigError, match=r"local_checkpoint_directory=.*file/x cannot be written .*name a folder"):
+    CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "file" / "x"))
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    (["local_checkpoint_period=5"], "give both"),
+    (["local_checkpoint_directory=/x"], "give both"),
+    (["local_checkpoint_directory=/x", "local_checkpoint_period=100"], "must be smaller than checkpoint_period=100"),
+    (
+      ["local_checkpoint_directory=/x", "local_checkpoint_period=5", "checkpoint_period=0"],
+      "use checkpoint_period=100",
+    ),
+    (["enable_multi_tier_checkpointing=true"], "use local_checkpoint_directory and local_checkpoint_period"),
+  ],
+)
+def test_keys_that_do_not_go_together(keys, said):
+  with pytest.raises(ConfigError, match=said):
+    load(config_dir() / "base.yml", *keys)
+
+
+def test_maxtext_keys():
+  keys = ["enable_emergency_checkpoint=true", "local_checkpoint_directory=/x", "local_checkpoint_period=5"]
+  assert load(config_dir() / "base.yml", *keys).checkpoint.local_checkpoint_period == 5
+  off = load(config_dir() / "base.yml", "enable_emergency_checkpoint=false")
+  assert off.checkpoint.local_checkpoint_period == 0 and json.dumps(off.flat()["local_checkpoint_directory"]) == '""'

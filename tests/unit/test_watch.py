@@ -1,0 +1,135 @@
+"""The watch over processes, with signs of life made up for the others."""
+
+import json
+import math
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
+
+from maxghost.parallel import collectives, distributed, watch
+
+
+class EndOfRun(Exception):
+  """In place of the end of the process."""
+
+
+class Store(dict):
+  """others: {process: function of this process's own sign that gives the process's sign, or None}."""
+
+  def __init__(self, others):
+    self._others, self._beat = others, 0
+
+  def key_value_set(self, key, value, allow_overwrite):
+    assert allow_overwrite
+    self[key], own = value, json.loads(value)
+    for process, sign in self._others.items():
+      if (said := sign(dict(own))) is not None:
+        self[f"maxghost/alive/{process}"] = json.dumps(said)
+    self._beat += 1
+    if self._beat > 200:
+      raise EndOfRun("nothing was noticed")
+
+  def key_value_dir_get(self, prefix):
+    return list(self.items())
+
+
+def watched(monkeypatch, capsys, others, phases, patience=1.0):
+  """What process 0 prints, and its exit code."""
+  codes = []
+
+  def end(code):
+    codes.append(code)
+    raise EndOfRun
+
+  monkeypatch.setattr(distributed, "count", lambda: 1 + len(others))
+  monkeypatch.setattr(distributed, "exit_at_once", end)
+  monkeypatch.setattr(multihost, "get_jax_distributed_client", lambda: Store(others))
+  one = watch.Watch(patience)
+  one.explain = lambda program: f"whose first collective between processes is that of {program}"
+  for phase in phases:
+    one(*phase[:3], bounded=phase[3])
+  with pytest.raises(EndOfRun):
+    one._run()
+  return capsys.readouterr().err, codes
+
+
+STEP = [(3, "reads its batch", "", True), (3, "starts train_step", "train_step", True)]
+
+
+def test_a_process_that_is_behind_is_named_with_the_collective(monkeypatch, capsys):
+  began = time.monotonic() - 40
+
+  def behind(own):
+    return own | {"number": 1, "doing": "step 3: reads its batch", "program": "", "limit": 8.0, "line": "x.py:7 (f)",
+                  "seconds": time.monotonic() - began}  # fmt: skip
+
+  said, codes = watched(monkeypatch, capsys, {1: behind, 2: lambda own: own}, STEP)
+  assert codes == [1]
+  wanted = "process 0 of 3: process 1 of 3 hangs for 40 s (step 3: reads its batch, at x.py:7 (f)); the others wait "
+  wanted += "for it in train_step, whose first collective between processes is that of train_step; start all"
+  assert wanted in said
+
+
+def test_all_in_one_program(monkeypatch, capsys):
+  said, codes = watched(monkeypatch, capsys, {1: lambda own: own | {"limit": 0.1}}, STEP)
+  assert codes == [1] and "step 3: starts train_step hangs in all processes" in said and "that of train_step" in said
+
+
+@pytest.mark.parametrize("limit", [8.0, None])
+def test_a_slow_or_unbounded_phase_is_no_hang(monkeypatch, capsys, limit):
+  behind = lambda own: own | {"number": 1, "limit": limit, "seconds": 7.0}  # noqa: E731
+  said, codes = watched(monkeypatch, capsys, {1: behind}, STEP, patience=0.5)
+  assert codes == [] and said == ""
+
+
+def test_a_process_without_a_sign_of_life_is_named_with_what_it_did(monkeypatch, capsys):
+  """Process 2 beats, process 1 has stopped."""
+  stopped = lambda own: own | {"beat": 5, "doing": "step 2: waits for train_step"}  # noqa: E731
+  said, codes = watched(monkeypatch, capsys, {1: stopped, 2: lambda own: own}, (), patience=0.5)
+  assert codes == [] and said.count("no sign of life") == 1
+  assert said.startswith(
+    "maxghost: process 1 has given no sign of life for 0 s (its last: step 2: waits for train_step);"
+  )
+
+
+def test_limits_follow_the_longest_phase_of_a_kind(monkeypatch):
+  clock = [0.0]
+  monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+  one = watch.Watch(100.0)
+  assert one._phase.limit == math.inf
+  for step, seconds in ((0, 30.0), (1, 3.0)):
+    one(step, "starts train_step", "train_step", bounded=True)
+    assert one._phase.limit == (400.0 if step else watch.FIRST_SECONDS)
+    clock[0] += seconds
+  one(None, "saves a checkpoint")
+  assert one._phase.limit == math.inf and one._sign(1)["limit"] is None
+  one(2, "starts train_step", "train_step", bounded=True)
+  assert one._phase.limit == 400.0 and one._sign(1)["doing"] == "step 2: starts train_step"
+
+
+def test_the_first_collective_between_processes(monkeypatch):
+  """Axis a joins devices of one process (say 4 and 4 of them), axis b does not: the second collective is the first
+  between processes."""
+  mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("b", "a"))
+
+  def program(x):
+    return jax.lax.psum(jax.lax.psum(x * 2, "a").sum(), "b")
+
+  rows = PartitionSpec(("b", "a"))
+  mapped = jax.shard_map(program, mesh=mesh, in_specs=rows, out_specs=PartitionSpec())
+  x = jax.ShapeDtypeStruct((16, 3), np.float32, sharding=NamedSharding(mesh, rows))
+  text = jax.jit(mapped).lower(x).compile().as_text()
+  assert collectives.first_between_processes(text, mesh) == ""  # of one process
+
+  class Device:
+    def __init__(self, number):
+      self.process_index = number // 4
+
+  class TwoProcesses:
+    devices, axis_names, shape = np.array([Device(i) for i in range(8)]).reshape(2, 4), ("b", "a"), mesh.shape
+
+  assert collectives.first_between_processes(text, TwoProcesses) == "all-reduce of f32[] over b"
