@@ -59,6 +59,15 @@ def test_a_scored_step_equals_that_of_one_device(name, changes, expected):
     assert abs(ours["check_rel_err"]).max() < 1e-5
 
 
+def test_directions_known_before_are_scored_in_the_pipeline():
+  """Each micro-batch against the validation gradient: without a second pass over the layers."""
+  found = meshes.run(PIPES["2 x 2 repeats"], **LAYERS, **SGD, ghost_detail="token")
+  one = meshes.run({}, **LAYERS, **SGD, ghost_detail="token")
+  meshes.assert_same(found, one)
+  assert (np.asarray(found.outs[0]["token_contribution_KBT"]) != 0).any()
+  assert meshes.relative_error(*(x.outs[0]["token_contribution_KBT"] for x in (found, one))) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["2 x 2 repeats", pytest.param("4 stages", marks=pytest.mark.slow)])
 def test_a_plain_step_equals_that_of_one_device(name, expected):
   found = meshes.run(PIPES[name], **LAYERS, ghost_enabled=False, remat_policy="minimal")
@@ -101,6 +110,9 @@ def test_the_way_through_the_stages_is_told():
     {"ghost_schedule": "reverse_scan", "opt_type": "muon", "logits_via_embedding": True},
     {"ghost_direction": "marginal", "gradient_clipping_threshold": 0.1},
     {"gradient_accumulation_steps": 2, **SGD},
+    {"ghost_schedule": "reverse_scan", **SGD},
+    {"ghost_schedule": "concat", **SGD},
+    {"inhomogeneous_layer_cycle_interval": 2, **SGD},
     {"use_qk_clip": True},
     {"ghost_schedule": "concat", "ghost_direction": "path"},
     {"mtp_num_layers": 1},
@@ -109,7 +121,7 @@ def test_the_way_through_the_stages_is_told():
   ids=str,
 )
 def test_what_goes_with_a_pipeline_gives_the_numbers_of_one_device(changes):
-  sizes = LAYERS | {"base_num_decoder_layers": 4 if "attention_type" not in changes else 8}
+  sizes = LAYERS | {"base_num_decoder_layers": 8 if "inhomogeneous_layer_cycle_interval" in changes else 4}
   meshes.assert_same(meshes.run(PIPES["2 x 2 repeats"], **sizes, **changes), meshes.run({}, **sizes, **changes))
 
 

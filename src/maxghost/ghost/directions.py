@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.ghost import low_rank
+from maxghost.models.pipeline import RowVariable
 from maxghost.optimizers import Parameter, RuleState, Sgd, UpdateRule
 from maxghost.parallel.shardings import constrain, constrain_factor
 
 
-class GhostProbe(nnx.Variable):
+class GhostProbe(RowVariable):
   """Zeros of shape [*stack, K, n] or [*stack, K, n, T], float32 or wider. Its gradient IS the score.
 
   stack: the layer axes of a stacked module; K validation sets; n examples; T positions. Only the probed twin has

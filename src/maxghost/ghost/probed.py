@@ -19,6 +19,7 @@ from flax import nnx
 from maxghost.ghost import directions, rules
 from maxghost.ghost.directions import ScoredParam, part_name
 from maxghost.models import autodiff
+from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain
 
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
@@ -76,7 +77,8 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   else:
     output = _passes(twin, rule, info.linked.method, info.linked.static, lambda arrays: (arrays, {}))
     out = _linked_lookup(passes, output, values, arrays, parts, probes)
-  expected = (info.reduced[0] + info.num_val, *info.reduced[1:])
+  rows = probes[info.scored[0].name]["probe"].shape[1:]  # those of a micro-batch on the stages of a pipeline
+  expected = (rows[0] + info.num_val, *rows[1:])
   if (used := recorder.get()) is not None:
     shapes = tuple(x.shape for x in arrays)
     used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
@@ -173,7 +175,7 @@ def filled(score, facts, value) -> dict:
 
 def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
   """The method, whose backward pass fills the probes."""
-  info = passes.info
+  info, layout = passes.info, shardings.current()
   op = jax.custom_vjp(lambda values, arrays, parts, probes: passes.apply(values, arrays))
 
   def forward(values, arrays, parts, probes):
@@ -195,7 +197,11 @@ def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
     gradients, scores = (found, scores) if known is None else autodiff.barrier(known, scores)
     return *gradients, zeros, scores
 
-  op.defvjp(forward, backward)
+  def backward_here(*arguments):
+    with shardings.use(layout):  # autodiff may go back after the block in which the method was called
+      return backward(*arguments)
+
+  op.defvjp(forward, backward_here)
   return op(values, arrays, parts, probes)
 
 

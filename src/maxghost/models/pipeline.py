@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxghost.models import autodiff, moe
@@ -30,6 +31,10 @@ from maxghost.parallel.stages import AXIS, Stages, ring, to_run, to_store
 
 _whole_rows = contextvars.ContextVar("maxghost_whole_rows", default=False)
 STACKED, SHARED = PartitionSpec(AXIS), PartitionSpec()  # split over the stages, or whole on each
+
+
+class RowVariable(nnx.Variable):
+  """A layer's Variable [N, rows of the batch, ...], of which a micro-batch has the part of its own rows."""
 
 
 def whole_rows(whole: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -138,15 +143,16 @@ class Pipe(NamedTuple):
     """(output of the last layer, `kept` or None), whole on every stage."""
     x, inputs, pick = self._micro(x), self._micro(inputs), self._picked(layers)
 
-    def visited(x, layers, visit, own_inputs):
+    def visited(x, layers, visit, micro, own_inputs):
       one = lambda x, layer: (body(x, layer, own_inputs), x if keep else None)  # noqa: E731
-      return jax.lax.scan(one, x, pick(layers, visit))
+      here = pick(layers, visit)
+      return jax.lax.scan(one, x, here if keep else self._own_rows(here, micro))
 
     if self.repeats > 1:
       visited = jax.checkpoint(visited, policy=_all_but_slices, prevent_cse=False)
 
     def chunk(x, visit, micro, kept):
-      x, seen = visited(x, layers, visit, _take(inputs, micro))
+      x, seen = visited(x, layers, visit, micro, _take(inputs, micro))
       return x, _put_chunk(kept, seen, visit, micro) if keep else None
 
     kept = self._blank(x, jax.tree.leaves(layers)[0].shape[1]) if keep else None
@@ -237,6 +243,18 @@ class Pipe(NamedTuple):
       return shardings.constrain(x, (BATCH, *[None] * (x.ndim - 1)), "micro-batches")
 
     return jax.tree.map(cut, tree)
+
+  def _own_rows(self, layers, micro):
+    """The layers with the part of each `RowVariable`, [k, N, B, ...], that belongs to a micro-batch."""
+
+    def cut(v):
+      if not isinstance(v, RowVariable):
+        return v
+      x = v[...]
+      x = x.reshape(*x.shape[:2], -1, self.num_micro, *x.shape[3:])
+      return v.replace(jax.lax.dynamic_index_in_dim(x, micro, 3, keepdims=False))
+
+    return jax.tree.map(cut, layers, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
   def _rows(self, tree, owner: int):
     """[b, slots, ...] of stage `owner` -> [B, ...], whole on every stage."""

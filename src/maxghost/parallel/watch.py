@@ -5,6 +5,7 @@ for how long. All processes do the same things in the same order, so that the on
 that the others wait for.
 """
 
+import itertools
 import json
 import math
 import sys
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from maxghost.config.values import print_problem
 from maxghost.parallel import distributed
@@ -72,12 +75,15 @@ class Watch:
     from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
 
     store: Any = multihost.get_jax_distributed_client()
-    interval, beat = self._silent_seconds / 8, 0
-    while True:
-      beat += 1
-      store.key_value_set(f"{_ALIVE}/{distributed.index()}", json.dumps(self._sign(beat)), allow_overwrite=True)
+    interval = self._silent_seconds / 8
+    for beat in itertools.count():
+      try:
+        store.key_value_set(f"{_ALIVE}/{distributed.index()}", json.dumps(self._sign(beat)), allow_overwrite=True)
+        signs = store.key_value_dir_get(_ALIVE)
+      except jax.errors.JaxRuntimeError:  # process 0, which has the store, is gone: JAX ends this one
+        return
       now = time.monotonic()
-      for key, text in store.key_value_dir_get(_ALIVE):
+      for key, text in signs:
         process, sign = int(key.rpartition("/")[2]), json.loads(text)
         if process not in self._heard or self._heard[process][0]["beat"] != sign["beat"]:
           self._heard[process] = sign, now

@@ -164,7 +164,7 @@ def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None,
 
   def loss(params, probes):
     built = model.merge(params) if twin is None else twin.merge(params, probes, directions, rest)
-    with pipeline.whole_rows(twin is not None):
+    with pipeline.whole_rows(twin is not None and twin.spec.in_backward):
       losses, weights, metrics = as_objective(loss_fn).measured(built, batch)
     return mean_loss(losses, weights), (losses, weights, metrics)
 
