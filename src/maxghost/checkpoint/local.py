@@ -38,7 +38,7 @@ class Piece(NamedTuple):
   shape: tuple[int, ...]
 
   @classmethod
-  def at(cls, name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> "Piece":
+  def at(cls, name: str, index: Any, shape: tuple[int, ...]) -> "Piece":
     bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
     return cls(name, tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
 
@@ -270,7 +270,7 @@ def _write(folder: Path, parts: Mapping[str, tuple[Sequence[Piece], Iterable[np.
   folder.mkdir(parents=True, exist_ok=True)
   for name, (pieces, blobs) in parts.items():
     with write_whole(folder / f"{name}.bin") as file:
-      size = sum(file.write(blob) for blob in blobs)
+      size = sum(file.write(blob.data) for blob in blobs)
     content = sealed({**header, "pieces": pieces, "bytes": size})
     write_text(folder / f"{name}.json", json.dumps(content))
 
@@ -291,7 +291,7 @@ def _stored(piece: Piece, place: Place, dtype: Any) -> np.ndarray:
 
 
 def _array(leaf: str, x: jax.ShapeDtypeStruct, pieces: Iterable[Piece], places: Mapping[Piece, Place]) -> jax.Array:
-  def of_device(index: tuple[slice, ...]) -> np.ndarray:
+  def of_device(index: Any) -> np.ndarray:
     own = Piece.at(leaf, index, x.shape)
     out = np.empty(own.shape, x.dtype)
     for piece in pieces:

@@ -216,12 +216,14 @@ class Step:
     self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
     self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
     self.inner_rows, self.num_inputs = self.rows, device.num_layers
+    # Layers on stages take a micro-batch, or all rows of their stage where a direction needs the whole gradient.
+    known = self.ghost.ghost_schedule == "two_pass" and not any(p.spec.in_backward for p in device.scored)
+    self.whole_stage = device.num_sets > 0 and not known
     if (stages := device.layout.stages) is not None and device.num_layers:
-      # Scored layers take all rows of their stage at once, others a micro-batch.
       repeats = stages.rounds(device.num_layers // m.inhomogeneous_layer_cycle_interval)
       own, iterations = device.num_layers // stages.num, stages.num_micro * repeats + stages.num - 1
-      self.inner_rows = self.rows * stages.num // (1 if device.num_sets else stages.num_micro)
-      self.num_inputs = own + repeats if device.num_sets else iterations * own // repeats
+      self.inner_rows = self.rows * stages.num // (1 if self.whole_stage else stages.num_micro)
+      self.num_inputs = own + repeats if self.whole_stage else iterations * own // repeats
     self.inner_tokens = self.inner_rows * device.length
     self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
     self.heads = self.num_heads * m.head_dim
@@ -290,7 +292,7 @@ class Step:
   def _layers_at_once(self) -> int:
     """Number of layers that are differentiated without recomputing their inputs."""
     if self.device.layout.stages is not None:
-      return 1 if self.device.num_sets else self.num_inputs
+      return 1 if self.whole_stage else self.num_inputs
     return self.model.segment_lengths[-1] if self.model.segment_lengths else self.model.base_num_decoder_layers
 
   def _layer_runs(self) -> list[tuple[int, str]]:
