@@ -1,10 +1,13 @@
 """What scoring costs on a TPU, by its real compiler and without a TPU: the rows of ghost_overhead.py, ahead of time.
 
-  python benchmarks/ghost_overhead_tpu.py [--chip v5p] [key=value ...]
+  python benchmarks/ghost_overhead_tpu.py [--chip v5p] [--shape gpt2-small|llama-1b] [--rows TEXT] [key=value ...]
 
-Needs libtpu (`pip install '.[tpu]'`); without it this prints one line and stops. Layers of GPT-2 small, unrolled, since
-XLA counts the body of a loop once; bfloat16 compute, 16 x 1024 training tokens and one validation row, one chip.
-`estimated` is the compiler's own estimate of the seconds of a step, relative to the plain step: not a timing.
+Needs libtpu (`pip install '.[tpu]'`); without it this prints one line and stops. bfloat16 compute, 16,384 training
+tokens and one validation row, one chip. `estimated` is the compiler's own estimate of the seconds of a step, relative
+to the plain step: not a timing. XLA counts the body of a loop once, so layers are unrolled; steps of 1 and of 2 layers
+are compiled, and what the second one adds is counted once for each layer of the model. With ghost_val_every=4 one step
+of four has the validation pass, and three do not: both are compiled. --rows: rows whose name holds one of these texts,
+separated by |.
 """
 
 import os
@@ -26,44 +29,71 @@ from ghost_overhead import EXACT, PLAIN, ROWS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config as configuration
+from maxghost.ghost.schedules import base
 from maxghost.parallel import shardings
-from maxghost.training import state
+from maxghost.training import scoring, state
 from maxghost.training.step import make_train_step
 
 CHIPS = {"v5e": ("v5e:1x1", (1, 1, 1)), "v5p": ("v5:2x2x1", (2, 2, 1)), "v6e": ("v6e:1x1", (1, 1, 1))}
-SHAPE = (
-  "base_emb_dim=768", "base_num_query_heads=12", "base_num_kv_heads=12", "head_dim=64", "base_mlp_dim=3072",
-  "mlp_activations=[gelu]", "base_num_decoder_layers=2", "vocab_size=50304", "max_target_length=1024",
-  "per_device_batch_size=16", "ghost_val_batch_size=1", "dataset_type=synthetic", "ghost_val_sets=words",
-  "dtype=bfloat16", "attention=dot_product", "scan_layers=false", "ghost_detail=total",
+COMMON = (
+  "ghost_val_batch_size=1", "dataset_type=synthetic", "ghost_val_sets=words", "dtype=bfloat16",
+  "attention=dot_product", "scan_layers=false", "ghost_detail=total",
 )  # fmt: skip
-NAMES = (PLAIN, EXACT, "two_pass exact, adam", "two_pass rank 32, sgd", "two_pass rank 32, 4 validation sets")
+SHAPES = {  # layers, keys
+  "gpt2-small": (12, (
+    "base_emb_dim=768", "base_num_query_heads=12", "base_num_kv_heads=12", "head_dim=64", "base_mlp_dim=3072",
+    "mlp_activations=[gelu]", "vocab_size=50304", "max_target_length=1024", "per_device_batch_size=16",
+  )),
+  "llama-1b": (16, (
+    "base_emb_dim=2048", "base_num_query_heads=32", "base_num_kv_heads=8", "head_dim=64", "base_mlp_dim=8192",
+    "vocab_size=128256", "logits_via_embedding=true", "max_target_length=2048", "per_device_batch_size=8",
+  )),
+}  # fmt: skip
+RANK, EVERY = "two_pass rank 32, sgd", "two_pass rank 32, validation every 4"
+TARGETS = {EXACT: 1.30, RANK: 1.10, EVERY: 1.05}
+NAMES = (PLAIN, EXACT, RANK, EVERY, "two_pass exact, adam", "two_pass rank 32, 4 validation sets")
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, chip="v5p")
-  if args.chip not in CHIPS:
-    print(f"--chip {args.chip}: use one of {', '.join(CHIPS)}")
-    return 2
+  args = _measure.arguments(__doc__, chip="v5p", shape="gpt2-small", rows="")
+  for option, known in (("chip", CHIPS), ("shape", SHAPES)):
+    if getattr(args, option) not in known:
+      print(f"--{option} {getattr(args, option)}: use one of {', '.join(known)}")
+      return 2
   libtpu = _measure.version("libtpu")
   if libtpu is None:
     print("skipped: libtpu is not installed; pip install '.[tpu]' brings the TPU compiler")
     return 0
-  device = chip(args.chip)
-  compiled = {}
+  device, (num_layers, keys) = chip(args.chip), SHAPES[args.shape]
+  found: dict[str, dict[str, float]] = {}
   for name in NAMES:
-    begin = time.perf_counter()
-    compiled[name] = compile_row(ROWS[name].keys, args.overrides, device)
+    if name not in (PLAIN, RANK) and not any(text in name for text in args.rows.split("|")):
+      continue
+    begin, overrides = time.perf_counter(), (*COMMON, *keys, *ROWS[name].keys, *args.overrides)
+    found[name] = step = counted(overrides, device, num_layers, refresh=False if name == EVERY else None)
+    if name == EVERY:  # the first of four steps is that of the row before
+      found[name] = {counter: (found[RANK][counter] + 3 * step[counter]) / 4 for counter in step}
     print(f"{name}: compiled in {(time.perf_counter() - begin) / 60:.1f} min", file=sys.stderr, flush=True)
-  base = compiled[PLAIN]
   rows, figures = [], []
-  for name, step in compiled.items():
-    flops, seconds = (relative(step, base, counter) for counter in ("flops", "optimal_seconds"))
-    temporary = step.memory_analysis().temp_size_in_bytes
-    rows.append({"step": name, "FLOPs": flops, "estimated": seconds, "temporaries GB": temporary / 1e9})
-    figures.append(Figure(f"{name}, estimated time over plain ({args.chip})", seconds, form="{:.3f}"))
-  notes = [f"libtpu {libtpu}; estimates of the compiler, not timings"]
+  for name, step in found.items():
+    flops, seconds, moved = (step[counter] / found[PLAIN][counter] for counter in COUNTERS)
+    rows.append({"step": name, "FLOPs": flops, "estimated": seconds, "bytes": moved, "seconds": step[COUNTERS[1]]})
+    said = f"{args.shape}, {name}, estimated time over plain ({args.chip})"
+    figures.append(Figure(said, seconds, limit=TARGETS.get(name), form="{:.3f}"))
+  notes = [f"libtpu {libtpu}; estimates of the compiler for {num_layers} layers, not timings"]
   return _measure.publish("ghost_overhead_tpu", rows, figures, notes, path=args.json)
+
+
+COUNTERS = ("flops", "optimal_seconds", "bytes accessed")
+
+
+def counted(keys, device, num_layers: int, refresh: bool | None) -> dict[str, float]:
+  """The compiler's counters of a step of `num_layers`, from those of 1 and of 2 layers; NaN where it has none."""
+  costs = []
+  for layers in (1, 2):
+    cost = compile_row((*keys, f"base_num_decoder_layers={layers}"), device, refresh).cost_analysis()
+    costs.append([value if (value := cost.get(name, -1.0)) > 0 else float("nan") for name in COUNTERS])
+  return {name: one + (num_layers - 1) * (two - one) for name, one, two in zip(COUNTERS, *costs, strict=True)}
 
 
 def chip(name: str):
@@ -77,9 +107,11 @@ def chip(name: str):
   return found.devices[0]
 
 
-def compile_row(keys, overrides, device):
-  """The train step of one row, compiled for `device`."""
-  cfg = configuration.load(str(_measure.BASE), *SHAPE, *keys, *overrides)
+def compile_row(keys, device, refresh: bool | None):
+  """The train step of one row, compiled for `device`. refresh: whether a step with ghost_val_every is a fresh one."""
+  cfg = configuration.load(str(_measure.BASE), *keys)
+  if refresh is not None:
+    scoring.Stored = lambda leaves, _: base.Stored(leaves, np.bool_(refresh))
   sharding = NamedSharding(Mesh(np.array([device]), ("data",)), PartitionSpec())
 
   def placed(tree):
@@ -96,13 +128,8 @@ def compile_row(keys, overrides, device):
     graphdef, abstract = state.abstract_split(cfg)
     step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=3, num_sets=max(len(sets), 1))
     lowered = jax.jit(step, donate_argnums=0).lower(placed(abstract), placed(batch), placed(val_batches))
+  scoring.Stored = base.Stored
   return lowered.compile()
-
-
-def relative(step, base, counter: str) -> float:
-  """A counter over the plain step's; NaN where the compiler gives no positive number."""
-  value, reference = (c.cost_analysis().get(counter, -1.0) for c in (step, base))
-  return value / reference if value > 0 and reference > 0 else float("nan")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ LOCAL = ("local_checkpoint_directory=near", "local_checkpoint_period=1")
 
 @pytest.mark.timeout(1800)
 def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
-  """Its machine is lost too: the run goes on from what the other one has on its disk."""
+  """The disk of the other machine is lost too: the run goes on from what the first one has."""
   run = folder / "two"
   processes = Processes(folder, 2, "run_name=two", *LOCAL)
   processes.wait_for("completed step: 4,")
@@ -160,7 +160,7 @@ def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
     assert codes == [1, -signal.SIGKILL]
     assert "another process of the run is lost" in processes.text(0)
     assert f"the last good checkpoint is {run / 'checkpoints' / str(durable)}, the local one" in processes.text(0)
-  shutil.rmtree(folder / "machine_1")
+  shutil.rmtree(folder / "machine_0")
 
   again = Processes(folder, 2, "run_name=two", *LOCAL)
   again.succeed()
@@ -168,7 +168,7 @@ def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
   assert "mesh: fsdp 8 (8 devices) of 2 processes" in again.text(0)
   assert "completed step" not in again.text(1)  # process 0 speaks for all
   assert_same_run(run, one_process)
-  assert not list((folder / "machine_0" / "near").iterdir())  # the end of a run is durable
+  assert not list((folder / "machine_1" / "near").iterdir())  # the end of a run is durable
 
 
 @pytest.mark.slow

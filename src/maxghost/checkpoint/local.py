@@ -74,7 +74,8 @@ class LocalCheckpoints:
 
   def save(self, step: int, flat: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
     """Copies the pieces of this process, and sends those that no other process has to its peer; the rest happens in
-    the background. flat: the arrays by slash path. Raises OSError where the last save could not be written."""
+    the background. flat: the arrays by slash path. record: that of process 0 is kept. Raises OSError where the last
+    save could not be written."""
     self.wait()
     held, alone = {}, []
     for name, x in flat.items():
@@ -86,6 +87,7 @@ class LocalCheckpoints:
         if piece not in held:
           held[piece] = _bytes(np.array(shard.data))  # a copy, since the next step takes the memory of the array
           alone += [piece] if len(holders[piece]) == 1 else []
+    record = distributed.gather(record if distributed.is_first() else None)[0]  # the metrics are process 0's alone
     header = {"leaves": {name: [str(x.dtype), x.shape] for name, x in flat.items()}, "record": record}
     parts = {str(distributed.index()): ([*held], [*held.values()])}
     if distributed.count() > 1:
