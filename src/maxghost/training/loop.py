@@ -153,6 +153,7 @@ class TrainingLoop:
     self._read = functools.partial(self._read_outputs, step, name, fetched, outputs, replaced)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
     if self._program.outer:
+      self._sinks.watch(step, "takes an outer step")
       self._state, self._closing, account = self._program.outer.after(self._state, step, self._validation)
       if account:
         self._read_started()
@@ -172,6 +173,7 @@ class TrainingLoop:
     """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
     if not self._validation.replaces(step):
       return None
+    self._sinks.watch(step, "closes the account of earlier rows")  # which may wait for a compilation
     if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time
       self._read_started()
       self._program.executable("closing")
