@@ -135,6 +135,32 @@ def test_another_run_of_the_same_name_is_left_alone(tmp_path, manager, meshes):
   other.close()
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_one_from_before_the_run_went_on_elsewhere_is_left_out(tmp_path, manager, meshes, local):
+  """As of a machine that was away while the others began again at an earlier step."""
+  tree = tree_of(meshes[0], ("a", "b"))
+  assert manager.restore_latest(abstract(tree)) is None
+  manager.save(2, tree, {})
+  manager.save(6, tree, {"of": "first"}, local=True)
+  manager._local.wait()
+  away, near = tmp_path / "away", tmp_path / "near"
+  near.rename(away)
+  second = CheckpointManager(tmp_path / "run" / "checkpoints", local=str(near) if local else "")
+  assert second.restore_latest(abstract(tree)).step == 2
+  if local:
+    second.save(5, tree, {"of": "second"}, local=True)
+    second._local.wait()
+  second.close()
+  for path in away.glob("run-*/6-*"):
+    path.rename(near / path.parent.name / path.name) if local else away.rename(near)
+  said = []
+  third = CheckpointManager(tmp_path / "run" / "checkpoints", local=str(near), say=said.append)
+  restored = third.restore_latest(abstract(tree))
+  assert (restored.step, restored.positions.get("of")) == ((5, "second") if local else (2, None))
+  assert "is left out: the run went on from step 2 since" in " ".join(said)
+  third.close()
+
+
 def test_other_leaves_are_an_error(manager, meshes):
   tree = tree_of(meshes[0], ("a", "b"))
   manager.save(4, tree, {}, local=True)

@@ -60,12 +60,14 @@ Place = tuple[Path, int]  # a file, and the offset in it
 class LocalCheckpoints:
   """The local checkpoints of one run. Every process calls the methods in the same order.
 
-  folder: of this machine. shared: one that all processes see. attempt: the same word in all processes. say: receives
-  each message for the user.
+  folder: of this machine. shared: one that all processes see. attempt: the same word in all processes. attempts: the
+  words of those before, in order, and after how many steps each went on. say: receives each message for the user.
   """
 
-  def __init__(self, folder: Path, shared: Path, attempt: str, say: Callable[[str], None] = print):
-    self.folder, self._shared, self._attempt, self._say = folder, shared / f"{LENT}{attempt}", attempt, say
+  def __init__(self, folder: Path, shared: Path, attempt: str, attempts: Sequence[tuple[str, int]] = (),
+               say: Callable[[str], None] = print):  # fmt: skip
+    self.folder, self.attempt, self._say = folder, attempt, say
+    self._shared, self._attempts = shared / f"{LENT}{attempt}", attempts
     self._pool = ThreadPoolExecutor(1, "local-checkpoint")
     self._writing: tuple[str, Future] | None = None
     self._places: dict[str, dict[Piece, Place]] = {}  # by name of the checkpoint
@@ -92,7 +94,7 @@ class LocalCheckpoints:
     parts = {str(distributed.index()): ([*held], [*held.values()])}
     if distributed.count() > 1:
       parts[f"{distributed.index()}.peer"] = _exchange(alone, [held[piece] for piece in alone])
-    folder = self.folder / f"{step}-{self._attempt}"
+    folder = self.folder / f"{step}-{self.attempt}"
     self._writing = folder.name, self._pool.submit(_write, folder, parts, header)
 
   def wait(self) -> None:
@@ -132,7 +134,7 @@ class LocalCheckpoints:
     first = {name: min((i for i, pieces in enumerate(self._of_all[name]) if pieces), default=-1) for name in names}
     own = {name: header for name, header in headers.items() if first[name] == distributed.index()}
     self._headers = {name: header for one in distributed.gather(own) for name, header in one.items()}
-    return [name for name in names if name in self._headers and self._is_whole(name)]
+    return [name for name in names if name in self._headers and self._is_current(name) and self._is_whole(name)]
 
   def leaves(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
     return {leaf: jax.ShapeDtypeStruct(*pair[::-1]) for leaf, pair in self._headers[name]["leaves"].items()}
@@ -178,6 +180,15 @@ class LocalCheckpoints:
   def names(self) -> list[str]:
     """Of all that this machine has a part of."""
     return [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+
+  def _is_current(self, name: str) -> bool:
+    """Whether no attempt after it has gone on from an earlier step; such a one has written records and scores anew."""
+    step, words = step_of(name), [word for word, _ in self._attempts]
+    later = self._attempts[words.index(attempt) + 1 :] if (attempt := name.partition("-")[2]) in words else ()
+    gone_on = min((begun for _, begun in later), default=step)
+    if gone_on < step:
+      self._say(f"maxghost: local checkpoint {self.folder / name} is left out: the run went on from step {gone_on} since")
+    return gone_on >= step
 
   def _is_whole(self, name: str) -> bool:
     found = collections.Counter()

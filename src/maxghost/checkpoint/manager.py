@@ -12,6 +12,7 @@ but has other leaves than the model is an error: a weight never keeps its initia
 
 import contextlib
 import importlib.metadata
+import json
 import logging
 import secrets
 import shutil
@@ -75,6 +76,7 @@ class CheckpointManager:
   def __init__(self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, local: str = "",
                say: Callable = print):  # fmt: skip
     self._directory, self._say = full_path(directory), say
+    self._attempts_path = self._directory / ".local"  # the run's word, and [attempt, steps before it] of its attempts
     # Orbax logs every phase of a save, and an error once in each of its threads; what matters is said here.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     self._saving: int | None = None  # the step that is being written
@@ -173,8 +175,7 @@ class CheckpointManager:
         continue
       assert restored is not None, "without a reason against it, it was read"
       self._set_aside(unusable)
-      if self._local:
-        self._local.keep(name)
+      self._begin(step, name)
       then, now = restored.positions.get("made_with", {}), made_with()
       if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
         but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
@@ -185,7 +186,18 @@ class CheckpointManager:
       steps = ", ".join(map(str, sorted(unusable)))
       way = "put a good one there, or remove them all to start again at step 0"
       raise CheckpointError(f"none of the checkpoints in {self._directory} can be used: {steps}; {way}")
+    self._begin(0, "")
     return None
+
+  def _begin(self, step: int, local: str) -> None:
+    """Notes that this attempt goes on after `step`: local checkpoints of earlier ones beyond it are of no use any more,
+    also those of machines that are away."""
+    if distributed.is_first() and self._attempts_path.exists():
+      found = json.loads(self._attempts_path.read_text())
+      found["attempts"].append([self._local.attempt if self._local else "", step])
+      write_text(self._attempts_path, json.dumps(found))
+    if self._local:
+      self._local.keep(local)
 
   def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origin: str) -> None:
     """Raises CheckpointError where the arrays, read from `origin`, are not those that `save` was given as frozen."""
@@ -266,15 +278,16 @@ class CheckpointManager:
 
   def _open_local(self, folder: Path) -> local_files.LocalCheckpoints:
     """Raises ConfigError in every process if one cannot write there."""
-    path, words = self._directory / ".local", []
+    words = []
     if distributed.is_first():  # the run is known by a word of its own: another of its name may have been here
       self._directory.mkdir(parents=True, exist_ok=True)
       for lent in self._directory.glob(f"{local_files.LENT}*"):
         shutil.rmtree(lent)
-      if not path.exists():
-        write_text(path, secrets.token_hex(4))
-      words = [path.read_text(), secrets.token_hex(4)]
-    run, attempt = distributed.gather(words)[0]
+      if not self._attempts_path.exists():
+        write_text(self._attempts_path, json.dumps({"run": secrets.token_hex(4), "attempts": []}))
+      found = json.loads(self._attempts_path.read_text())
+      words = [found["run"], secrets.token_hex(4), found["attempts"]]
+    run, attempt, attempts = distributed.gather(words)[0]
     own = full_path(folder) / f"{self._directory.parent.name}-{run}"
 
     def try_to_write() -> None:
@@ -286,7 +299,7 @@ class CheckpointManager:
       local_files.together(try_to_write, f"local_checkpoint_directory={folder} cannot be written")
     except OSError as error:
       raise ConfigError(f"{error}; name a folder on a disk of each machine, or in its memory (/dev/shm)") from error
-    return local_files.LocalCheckpoints(own, self._directory, attempt, self._say)
+    return local_files.LocalCheckpoints(own, self._directory, attempt, attempts, self._say)
 
   def _set_aside(self, steps: list[int]) -> None:
     """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""
