@@ -187,7 +187,8 @@ class LocalCheckpoints:
     later = self._attempts[words.index(attempt) + 1 :] if (attempt := name.partition("-")[2]) in words else ()
     gone_on = min((begun for _, begun in later), default=step)
     if gone_on < step:
-      self._say(f"maxghost: local checkpoint {self.folder / name} is left out: the run went on from step {gone_on} since")
+      since = f"the run went on from step {gone_on} since"
+      self._say(f"maxghost: local checkpoint {self.folder / name} is left out: {since}")
     return gone_on >= step
 
   def _is_whole(self, name: str) -> bool:
