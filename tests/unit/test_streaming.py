@@ -19,6 +19,7 @@ from maxghost.checkpoint.checksum import checksums
 from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models import streaming
 from maxghost.objectives import LanguageModelLoss
+from maxghost.training import host_memory
 from maxghost.training import state as train_state
 from maxghost.training.host_memory import HostMemory
 
@@ -214,12 +215,14 @@ def test_without_host_memory_it_says_so():
   device = types.SimpleNamespace(
     addressable_memories=lambda: [types.SimpleNamespace(kind="device")], device_kind="Toy chip"
   )
-  host = HostMemory(weights=True, optimizer=True)
+  asked = config.load(
+    config.config_dir() / "base.yml", "offload_to_host=[val_gradient]", "ghost_direction=sgd", "ghost_rank=4"
+  )
   told = "offload_to_host needs pinned host memory, but Toy chip has only device; leave offload_to_host empty"
   with pytest.raises(config.ConfigError, match=told):
-    host.check(device)
-  HostMemory(weights=False, optimizer=False).check(device)
-  host.check(jax.devices()[0])
+    host_memory.check(asked, device)
+  host_memory.check(config.load(config.config_dir() / "base.yml"), device)
+  host_memory.check(asked, jax.devices()[0])
 
 
 @pytest.mark.parametrize(

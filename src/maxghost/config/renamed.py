@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxghost.config.files import read_table
-from maxghost.config.values import WORDS, did_you_mean
+from maxghost.config.values import HOST_MEMORY, WORDS, did_you_mean
 
 Values = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ def named(value: Any, values: Values, key: str, other: str = "", wanted: Sequenc
 
 def offload(value: Any, values: Values, what: str, asked: Any) -> dict[str, Any]:
   held = (*values["offload_to_host"], *((what,) if value == asked else ()))
-  return {"offload_to_host": tuple(name for name in ("weights", "optimizer", "carries") if name in held)}
+  return {"offload_to_host": tuple(name for name in HOST_MEMORY if name in held)}
 
 
 def item(value: Any, values: Values, key: str, place: int, unset: Any = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from maxghost.config import plugins
 from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, ROUNDED, reweighting_parts, value_problems
-from maxghost.config.values import MOST, ConfigError
+from maxghost.config.values import HOST_MEMORY, MOST, ConfigError
 
 WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that are not trained
 
@@ -104,7 +104,7 @@ class ModelConfig:
   scan_layers: bool = key(True)
   remat_policy: str = key("minimal", choices=("none", "minimal", "full"))
   segment_lengths: tuple[int, ...] = key((), minimum=1, maximum=MOST)
-  offload_to_host: tuple[str, ...] = key((), choices=("weights", "optimizer", "carries"))
+  offload_to_host: tuple[str, ...] = key((), choices=HOST_MEMORY)
   z_loss_multiplier: float = key(0.0, minimum=0.0)
   final_logits_soft_cap: float = key(0.0, minimum=0.0)
   mtp_num_layers: int = key(0, minimum=0, maximum=64)

@@ -189,7 +189,9 @@ def offloading(v: Values) -> Iterator[str]:
   given, rule, micro_batches = v["offload_to_host"], plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield f"{given}: carries needs ghost_schedule=reverse_scan and segment_lengths; leave it out"
-  if set(v.offload_to_host) <= {"carries"}:
+  if "val_gradient" in v.offload_to_host:
+    yield from _gradient_on_host(v, given)
+  if set(v.offload_to_host) <= {"carries", "val_gradient"}:
     return
   if not rule.by_segment:
     yield f"{given} updates by segments, which {v['opt_type']} cannot; use offload_to_host=[], or another opt_type"
@@ -205,6 +207,19 @@ def offloading(v: Values) -> Iterator[str]:
     yield f"{v['sample_every']} wants the weights on the device; use sample_every=0 with {given}"
   if micro_batches > 1 and "weights" in v.offload_to_host and not v.lora_rank:
     yield f"{given} sends gradients to the host once per step; use gradient_accumulation_steps=1, not {micro_batches}"
+
+
+def _gradient_on_host(v: Values, given: str) -> Iterator[str]:
+  """The training pass must not need the validation gradient, and no later step either."""
+  asked = {
+    "ghost_enabled": (v.ghost_enabled, "true"), "ghost_schedule": (v.ghost_schedule == "two_pass", "two_pass"),
+    "ghost_direction": (v.ghost_direction == "sgd", "sgd"), "ghost_rank": (v.ghost_rank > 0, "32"),
+    "ghost_curvature": (v.ghost_curvature == "none", "none"), "ghost_val_every": (v.ghost_val_every == 1, "1"),
+    "ghost_select": (v.ghost_select == "none", "none"), "use_qk_clip": (not v.use_qk_clip, "false"),
+  }  # fmt: skip
+  if wrong := {key: use for key, (holds, use) in asked.items() if not holds}:
+    has, use = ", ".join(v[key] for key in wrong), " ".join(f"{key}={value}" for key, value in wrong.items())
+    yield f"{given}: the step needs val_gradient on the device with {has}; use {use}, or leave it out"
 
 
 def mixture(v: Values) -> Iterator[str]:

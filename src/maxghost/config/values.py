@@ -26,6 +26,7 @@ WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 # 1e5 is a whole number and a common way to write one; 1.5e3 and 5.0 are not accepted for an int.
 INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}|([-+]?[0-9]+)[eE]\+?([0-9]{1,2})")
 
+HOST_MEMORY = ("weights", "optimizer", "carries", "val_gradient")  # values of offload_to_host
 MOST = 10**9  # of a whole number, where its key names no smaller bound
 _LONGEST = 2000  # characters of a line that is printed
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

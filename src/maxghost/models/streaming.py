@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxghost.models import segments
 from maxghost.models.autodiff import no_cotangent
+from maxghost.parallel import shardings
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -32,6 +33,18 @@ def to_host(tree):
 def to_device(tree):
   """Every leaf in device memory."""
   return jax.tree.map(lambda x: jax.device_put(x, _DEVICE) if on_host(x) else x, tree)
+
+
+def read_late(function: Callable, tree, norm):
+  """function(tree on the device). What is in host memory is fetched when `norm` is known, not before, as XLA would: in
+  the branch of a condition on it, with NaN where norm is not finite. Not on CPUs, whose memories are one, and whose
+  devices can wait for each other without end in collectives of a branch."""
+  fetched = lambda tree: function(to_device(tree))  # noqa: E731
+  if not any_on_host(tree) or shardings.platform() == "cpu":
+    return fetched(tree)
+  shapes = jax.eval_shape(fetched, tree)
+  unknown = lambda tree: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)  # noqa: E731
+  return jax.lax.cond(jnp.isfinite(norm), fetched, unknown, tree)
 
 
 def like(tree, template):

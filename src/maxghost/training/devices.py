@@ -10,7 +10,7 @@ from maxghost.objectives import create
 from maxghost.parallel import distributed, heap
 from maxghost.parallel.axis_rules import unused_axes
 from maxghost.parallel.shardings import Layout
-from maxghost.training.host_memory import HostMemory
+from maxghost.training import host_memory
 
 
 def configure_jax(cfg: Config) -> None:
@@ -41,7 +41,7 @@ def open_layout(cfg: Config) -> Layout:
   distributed.check_same_config(cfg)
   layout = Layout.of(cfg.parallel)
   heap.keep(layout.mesh.devices.flat[0].platform == "cpu")
-  HostMemory.of(cfg).check(layout.mesh.devices.flat[0])
+  host_memory.check(cfg, layout.mesh.devices.flat[0])
   return layout
 
 

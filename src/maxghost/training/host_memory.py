@@ -42,13 +42,6 @@ class HostMemory:
   def __bool__(self) -> bool:
     return self.weights or self.optimizer
 
-  def check(self, device: Any) -> None:
-    """Raises ConfigError for a device that cannot reach pinned host memory."""
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if self and HOST not in kinds:
-      said = f"offload_to_host needs pinned host memory, but {device.device_kind} has only"
-      raise ConfigError(f"{said} {', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty")
-
   def put(self, state: nnx.State) -> nnx.State:
     return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))
 
@@ -71,6 +64,14 @@ class HostMemory:
       moved = streamed.get(path[0]) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
       flat.append((path, v.replace(move(v.get_value())) if moved else v))
     return nnx.from_flat_state(flat)
+
+
+def check(cfg: Config, device: Any) -> None:
+  """Raises ConfigError for a device that cannot reach pinned host memory."""
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if cfg.model.offload_to_host and HOST not in kinds:
+    said = f"offload_to_host needs pinned host memory, but {device.device_kind} has only"
+    raise ConfigError(f"{said} {', '.join(kinds) or 'memory of no named kind'}; leave offload_to_host empty")
 
 
 def is_stacked(variable: nnx.Variable) -> bool:

@@ -188,10 +188,27 @@ class Device:
 
   @property
   def host_bytes(self) -> int:
-    """Bytes of the state and of the gradients of streamed weights in host memory."""
+    """Bytes of the state and of gradients in host memory."""
     held = [v for v in self.variables if v.on_host]
     with_gradient = [v for v in held if v.row == PARAMETERS and not v.frozen]
-    return sum(v.elements * jnp.dtype(v.dtype).itemsize for v in [*held, *with_gradient])
+    waiting = self.val_gradient.bytes if self.val_gradient_on_host else 0
+    return waiting + sum(v.elements * jnp.dtype(v.dtype).itemsize for v in [*held, *with_gradient])
+
+  @property
+  def val_gradient_on_host(self) -> bool:
+    return "val_gradient" in self.cfg.model.offload_to_host
+
+  @property
+  def val_gradient(self) -> Tensor:
+    """The whole gradients of all validation sets."""
+    whole = sum(self.params[p.label].elements for p in self.scored)
+    return Tensor((self.num_sets, whole), self.weight, "validation gradients, the directions of the scores")
+
+  @property
+  def weight(self) -> str:
+    """The dtype of what is trained."""
+    dtype = self.cfg.model.weight_dtype
+    return str(jnp.promote_types(dtype, "float32")) if self.cfg.adapter.lora_rank else dtype
 
   def factors(self, param: ScoredParam) -> int:
     """Elements of a parameter's factors on this device; 0 for a whole direction."""
@@ -209,9 +226,7 @@ class Step:
   def __init__(self, device: Device):
     self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model
     m = self.model
-    self.compute, self.weight, self.embed = m.dtype, m.weight_dtype, m.base_emb_dim
-    if device.cfg.adapter.lora_rank:  # the dtype of what is trained
-      self.weight = str(jnp.promote_types(m.weight_dtype, "float32"))
+    self.compute, self.weight, self.embed = m.dtype, device.weight, m.base_emb_dim
     self.streams = "weights" in m.offload_to_host and not device.cfg.adapter.lora_rank  # what is trained
     self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
     self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
@@ -258,7 +273,8 @@ class Step:
     if gathered := sum(v.gathered - v.elements for v in stacked) // self.device.own_layers:
       why = "weights of one layer, gathered, and their gradient"  # before it is scattered
       also["collectives' buffers"] = [Tensor((gathered,), self.weight, why, 2)]
-    out = {"the update": self._gradients(segments if "weights" in self.model.offload_to_host else []) | also}
+    update = self._gradients(segments if "weights" in self.model.offload_to_host else [])
+    out = {"the update": update | also | self._scores(in_pass=False)}
     if self.device.num_layers:
       out["the backward pass of a layer"] = self._gradients(segments) | self._in_layers() | also
     if (table := self.device.output_table) is not None:
@@ -411,7 +427,8 @@ class Step:
 
   # Scores: validation gradients or their factors, validation rows, scores per token.
 
-  def _scores(self) -> Rows:
+  def _scores(self, in_pass: bool = True) -> Rows:
+    """in_pass: during the training pass, not after it."""
     if not self.device.num_sets:
       return {}
     count = sum(math.prod(param.stack_shape) for param in self.device.scored)
@@ -420,9 +437,8 @@ class Step:
     if self.ghost.passes == "reverse_scan":
       tensors += self._walked_back()
     elif self.ghost.passes == "two_pass":  # keeps the gradients for the ledger, even if scores use their factors
-      whole = sum(self.device.params[p.label].elements for p in self.device.scored)
-      why = "validation gradients, the directions of the scores"
-      tensors.append(Tensor((self.device.num_sets, whole), self.weight, why))
+      tensors += [] if in_pass and self.device.val_gradient_on_host else [self.device.val_gradient]
+      whole = self.device.val_gradient.shape[1]
       if self.ghost.curvature != "none":
         tensors.append(Tensor((self.device.num_sets, whole), self.weight, "validation gradients without curvature"))
       if factors := sum(self.device.factors(p) for p in self.device.scored):

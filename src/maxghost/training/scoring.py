@@ -21,7 +21,7 @@ from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored, passes
-from maxghost.models import autodiff
+from maxghost.models import autodiff, streaming
 from maxghost.objectives import Objective, create, of_validation
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.shardings import constrain, slash_path
@@ -63,7 +63,8 @@ class Scorer:
       state=state, second_order=ghost.curvature == "hessian",
       update=lambda grads: self._update(train_state, grads, state), validation=stored, secant=secant, account=self.rule,
       settings=Settings(num_micro=optimizer.gradient_accumulation_steps, remat_policy=model.remat_policy, in_turn=True,
-                        segment_lengths=model.stacked_segments, carries_on_host="carries" in model.offload_to_host),
+                        segment_lengths=model.stacked_segments, carries_on_host="carries" in model.offload_to_host,
+                        gradients_on_host="val_gradient" in model.offload_to_host),
     )  # fmt: skip
 
   def _earlier(self, train_state: TrainStateNNX, params: dict) -> tuple[Stored | None, Secant | None]:
@@ -107,14 +108,16 @@ class Scorer:
     assert scored.validation is not None
     return [*scored.gradients, *map(optimizers.by_label, scored.validation.gradients)]
 
-  def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, clip_factor) -> dict:
-    """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient."""
+  def columns(self, train_state: TrainStateNNX, params, scored: Scored, learning_rate, norm, clip_factor) -> dict:
+    """The ledger's columns, [K] each; empty for schedule concat, which never holds a whole validation gradient. norm:
+    of the training gradient."""
     twin, passed, rule = self.twin, scored.passed, self.rule
     grads, sums = optimizers.by_label(passed.grads), scored.sums
     if scored.gradients is not None:
       state = dataclasses.replace(rule_state(self.cfg, self.rule, train_state), clip_factor=clip_factor)
       labels, values = {p.label for p in twin.scored}, optimizers.by_label(params)
-      sums = ledger.sums(rule, state, twin.parameters, values, grads, self.gradients(scored), labels)
+      made = functools.partial(ledger.sums, rule, state, twin.parameters, values, grads, scored=labels)
+      sums = streaming.read_late(made, self.gradients(scored), norm)
     if sums is None:
       return {}
     if passed.scores:

@@ -69,7 +69,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     out |= step_loss.reported(passed.loss, passed.metrics)
     columns = {}
     if scorer is not None:
-      columns = scorer.columns(train_state, split.params, scored, learning_rate, clip_factor)
+      columns = scorer.columns(train_state, split.params, scored, learning_rate, norm, clip_factor)
       out |= scorer.outputs(scored, batch, learning_rate, norm, clip_factor)
       columns = ledger.with_examples(columns, out.pop("of_clipping", None))
       out |= columns

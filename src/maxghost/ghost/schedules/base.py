@@ -37,6 +37,8 @@ class Settings:
   remat_policy (reverse_scan): none | minimal | full, what is kept of a layer's forward pass; with segments, a segment's
     layers are recomputed instead.
   carries_on_host (reverse_scan): keeps the validation rows' segment inputs and cotangents in pinned host memory.
+  gradients_on_host (two_pass, with factors of directions that are known before the training pass): keeps the validation
+    gradients in pinned host memory from then on.
   in_turn (schedule two_pass): starts the training pass only when the direction exists, so that the activations of both
     passes do not exist at the same time.
   """
@@ -45,6 +47,7 @@ class Settings:
   segment_lengths: tuple[int, ...] = ()
   remat_policy: str = "full"
   carries_on_host: bool = False
+  gradients_on_host: bool = False
   in_turn: bool = False
 
 

@@ -5,6 +5,7 @@ import jax
 from maxghost.ghost.directions import direction_parts
 from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.base import Problem, Scored
+from maxghost.models import streaming
 from maxghost.optimizers import by_label
 
 
@@ -22,5 +23,9 @@ def run(problem: Problem) -> Scored:
     # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))
   directions = twin.direction_state(parts)
+  if problem.settings.gradients_on_host:
+    # XLA would finish the copies, and compute what is read only after the training pass, as late as it can.
+    labelled = streaming.to_host(labelled)
+    labelled, share, directions, batch = jax.lax.optimization_barrier((labelled, share, directions, batch))
   passed = passes.accumulated(model, problem.loss, batch, problem.settings.num_micro, twin, directions)
   return passes.scored_by_rules(twin, passed, found.losses, share, validation=found, gradients=labelled, parts=parts)
