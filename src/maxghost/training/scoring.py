@@ -280,9 +280,9 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
     leaves = jax.tree.leaves(scored.validation.gradients)
     if isinstance(problem.validation, Stored) and problem.secant:
       leaves += [gradient for of_set in problem.secant.earlier for gradient in of_set.values()]
-    # The stored ones are read before: otherwise XLA would copy them, because these take their place.
-    for variable, leaf in zip(train_state.stored_gradients, autodiff.after(leaves, scored.additive), strict=True):
-      variable[...] = leaf
+    for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
+      # The stored ones are read before: otherwise XLA would copy them, because these take their place.
+      variable[...] = leaf if streaming.on_host(leaf) else autodiff.after(leaf, scored.additive)
     if train_state.carried is not None:
       train_state.carried[...] = jnp.zeros_like(train_state.carried[...])
   return scored
