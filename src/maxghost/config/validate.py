@@ -210,15 +210,14 @@ def offloading(v: Values) -> Iterator[str]:
 
 
 def _gradient_on_host(v: Values, given: str) -> Iterator[str]:
-  """The training pass must not need the validation gradient, and no later step either."""
-  asked = {
+  asked = {  # that neither the training pass nor a later step needs the whole validation gradient
     "ghost_enabled": (v.ghost_enabled, "true"), "ghost_schedule": (v.ghost_schedule == "two_pass", "two_pass"),
     "ghost_direction": (v.ghost_direction == "sgd", "sgd"), "ghost_rank": (v.ghost_rank > 0, "32"),
     "ghost_curvature": (v.ghost_curvature == "none", "none"), "ghost_val_every": (v.ghost_val_every == 1, "1"),
     "ghost_select": (v.ghost_select == "none", "none"), "use_qk_clip": (not v.use_qk_clip, "false"),
   }  # fmt: skip
-  if wrong := {key: use for key, (holds, use) in asked.items() if not holds}:
-    has, use = ", ".join(v[key] for key in wrong), " ".join(f"{key}={value}" for key, value in wrong.items())
+  if wrong := {v[key]: f"{key}={use}" for key, (holds, use) in asked.items() if not holds}:
+    has, use = ", ".join(wrong), " ".join(wrong.values())
     yield f"{given}: the step needs val_gradient on the device with {has}; use {use}, or leave it out"
 
 
