@@ -189,8 +189,7 @@ def offloading(v: Values) -> Iterator[str]:
   given, rule, micro_batches = v["offload_to_host"], plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield f"{given}: carries needs ghost_schedule=reverse_scan and segment_lengths; leave it out"
-  if "val_gradient" in v.offload_to_host:
-    yield from _gradient_on_host(v, given)
+  yield from _gradient_on_host(v, given) if "val_gradient" in v.offload_to_host else ()
   if set(v.offload_to_host) <= {"carries", "val_gradient"}:
     return
   if not rule.by_segment:
@@ -217,8 +216,8 @@ def _gradient_on_host(v: Values, given: str) -> Iterator[str]:
     "ghost_select": (v.ghost_select == "none", "none"), "use_qk_clip": (not v.use_qk_clip, "false"),
   }  # fmt: skip
   if wrong := {v[key]: f"{key}={use}" for key, (holds, use) in asked.items() if not holds}:
-    has, use = ", ".join(wrong), " ".join(wrong.values())
-    yield f"{given}: the step needs val_gradient on the device with {has}; use {use}, or leave it out"
+    needs = f"{given}: the step needs val_gradient on the device with {', '.join(wrong)}"
+    yield f"{needs}; use {' '.join(wrong.values())}, or leave it out"
 
 
 def mixture(v: Values) -> Iterator[str]:
