@@ -32,6 +32,7 @@ import _measure
 from _measure import Figure
 
 BFLOAT16 = "weight_dtype=bfloat16"
+STAGES = "llama3-70b v5p-128, 4 stages"
 CASES = {  # topology, model, keys of the row
   "llama3-8b v5p-256": ("v5p-256", "llama3-8b", ("per_device_batch_size=4", "ghost_val_batch_size=128")),
   "llama3-8b v5e-256": ("v5e-256", "llama3-8b", ("per_device_batch_size=4", "ghost_val_batch_size=256")),
@@ -41,7 +42,7 @@ CASES = {  # topology, model, keys of the row
     (BFLOAT16, "per_device_batch_size=2", "ghost_val_batch_size=64"),
   ),
   "gpt-oss-20b v5e-32": ("v5e-32", "gpt-oss-20b", (BFLOAT16, "ghost_val_batch_size=32")),
-  "llama3-70b v5p-128, 4 stages": (
+  STAGES: (
     "v5p-128",
     "llama3-70b",
     ("per_device_batch_size=2", "ghost_val_batch_size=64", "ici_stage_parallelism=4", "num_pipeline_microbatches=8"),
@@ -50,6 +51,7 @@ CASES = {  # topology, model, keys of the row
 KEYS = ("dtype=bfloat16", "max_target_length=4096", "remat_policy=full", "per_device_batch_size=1",
         "num_vocab_tiling=8", "vocab_tiling_axis=vocab")  # fmt: skip
 SCORED = ("ghost_enabled=true", "ghost_rank=32", "ghost_direction=sgd", "ghost_detail=total")
+ON_HOST = "offload_to_host=[val_gradient]"  # in the scored step of these rows too, uncapped
 PLAIN = ("ghost_enabled=false",)
 ABSTRACT = "llama3-70b"
 WHOLE = -1  # limit: all the memory of a device
@@ -74,6 +76,9 @@ def main() -> int:
       found = row(name, limit, args)
       results.append(row(name, WHOLE, args) if found["bytes"] is None and limit != WHOLE else found)
       print(shown(results)[-1], flush=True)
+      if name == STAGES:
+        results.append(row(name, WHOLE, args, ON_HOST) | {"on host": True})
+        print(shown(results)[-1], flush=True)
   start = row(ABSTRACT, 0, args) if args.rows in ABSTRACT else None
   notes = [f"libtpu {_measure.version('libtpu')}; seconds are those of tracing and compiling on this machine"]
   if start:
@@ -84,11 +89,13 @@ def main() -> int:
   return _measure.publish("topologies", shown(results), figures(results, start), notes, path=args.json)
 
 
-def row(name: str, limit: int, args) -> dict:
-  """The results of a row: kept ones, or those of a new process, which are then kept. limit: see `measure`."""
+def row(name: str, limit: int, args, *more: str) -> dict:
+  """The results of a row: kept ones, or those of a new process, which are then kept. limit: see `measure`. more: keys
+  besides those of the command."""
+  overrides = [*args.overrides, *more]
   versions = [_measure.version(package) for package in ("jax", "libtpu")]
   partial = args.memory_only and name != ABSTRACT
-  identity = [name, limit, partial, keys_of(name, limit, args.overrides), versions, sources()]
+  identity = [name, limit, partial, keys_of(name, limit, overrides), versions, sources()]
   path = Path(args.kept) if args.kept else None
   if path is not None and path.is_file():
     for line in path.read_text().splitlines():
@@ -97,7 +104,7 @@ def row(name: str, limit: int, args) -> dict:
         return kept["result"]
   with tempfile.TemporaryDirectory() as folder:
     begin = time.time()
-    command = [sys.executable, __file__, "--one", name, str(limit), folder, *args.overrides]
+    command = [sys.executable, __file__, "--one", name, str(limit), folder, *overrides]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     result = assigned(process, Path(folder)) if partial else None
     out, err = process.communicate()
@@ -210,7 +217,7 @@ def shown(results: list[dict]) -> list[dict]:
     need, before = result["bytes"], plain.get(result["name"])
     rows.append({
       "model, slice": result["name"],
-      "scores": "rank 32" if result["scored"] else "-",
+      "scores": ("rank 32" + ", val_gradient on the host" * ("on host" in result)) if result["scored"] else "-",
       "GB of a device": result["problem"] if need is None else f"{need / 1e9:.2f}",
       "it has": f"{result['hbm'] / 1e9:.1f}",
       "fits": "no" if need is None or need > result["hbm"] else "yes",
@@ -229,8 +236,8 @@ def figures(results: list[dict], start: dict | None) -> list[Figure]:
   for result in results:
     before, need = plain.get(result["name"]), result["bytes"]
     if result["scored"] and before:
-      need = need or float("inf")
-      found.append(Figure(f"{result['name']}: memory scored over plain", need / before, MOST_ADDED, form="{:.3f}"))
+      need, how = need or float("inf"), ", val_gradient on the host" * ("on host" in result)
+      found.append(Figure(f"{result['name']}: memory scored{how} over plain", need / before, MOST_ADDED, form="{:.3f}"))
     if result["scored"] and "seconds" in result:
       found.append(Figure(f"{result['name']}: minutes to compile, scored", result["seconds"] / 60, form="{:.1f}"))
   if start:

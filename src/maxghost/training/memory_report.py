@@ -227,6 +227,8 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   offloads = m.offload_to_host
   if m.segment_lengths and g.ghost_enabled and g.ghost_schedule == "reverse_scan" and "carries" not in offloads:
     yield {"offload_to_host": (*offloads, "carries")}, "traffic to the host in every step"
+  if g.ghost_rank and "val_gradient" not in offloads:
+    yield {"offload_to_host": (*offloads, "val_gradient")}, "traffic to the host in every step"
   if m.scan_layers and m.segment_lengths:
     host = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
     for more in (("optimizer",), ("weights", "optimizer")):
