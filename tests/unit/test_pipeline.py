@@ -244,11 +244,15 @@ REFUSED = [
   ({"lora_rank": 4, "load_parameters_path": "x", "lora_dropout": 0.1}, "lora_dropout=0.1 would draw other masks"),
   ({"enable_diloco": True, "dcn_data_parallelism": 2}, "enable_diloco=true trains slices apart"),
   ({"offload_to_host": ("optimizer",), "segment_lengths": (2,)}, "offload_to_host=.* moves segments of layers"),
+  ({"offload_to_host": ("carries",), "segment_lengths": (2,)}, "offload_to_host=.* moves segments of layers"),
+  ({"offload_to_host": ("optimizer", "val_gradient"), "ghost_direction": "sgd", "ghost_rank": 2}, "moves segments of"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
 def test_what_a_pipeline_cannot_do_is_refused_before_jax(changes, message):
   keys = {"ici_stage_parallelism": 2, "base_num_decoder_layers": 8, "per_device_batch_size": 4}
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message) as refused:
     config.replace(config.load(), **(keys | changes))
+  if "offload_to_host" in changes:  # stages refuse it as a whole: no advice on what it needs without them
+    assert "ghost_schedule" not in str(refused.value)

@@ -140,6 +140,12 @@ def without_objective(text: str) -> tuple[str, str]:
   return (found[1], found[2]) if found else (text, "")
 
 
+def objectives_of(objective: str, val_sets: Sequence[str]) -> list[Objective]:
+  """The objectives of training and of the entries of ghost_val_sets that name one; unknown names are left out."""
+  named = {objective, *(without_objective(text)[1] for text in val_sets)}
+  return [one for name, one in OBJECTIVES.items() if name in named]
+
+
 def is_files(domain: str) -> bool:
   """Whether a validation set is given by a glob of files and not by a domain."""
   return any(sign in domain for sign in "/*.")

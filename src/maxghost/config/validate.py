@@ -187,9 +187,11 @@ def segments(v: Values) -> Iterator[str]:
 
 def offloading(v: Values) -> Iterator[str]:
   given, rule, micro_batches = v["offload_to_host"], plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
+  yield from _gradient_on_host(v, given) if "val_gradient" in v.offload_to_host else ()
+  if v.enable_diloco or v.ici_stage_parallelism * v.dcn_stage_parallelism != 1:
+    return  # refused as a whole by `slices_apart` or `pipeline.check`: no advice on what else it would need
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
     yield f"{given}: carries needs ghost_schedule=reverse_scan and segment_lengths; leave it out"
-  yield from _gradient_on_host(v, given) if "val_gradient" in v.offload_to_host else ()
   if set(v.offload_to_host) <= {"carries", "val_gradient"}:
     return
   if not rule.by_segment:
@@ -314,8 +316,7 @@ def preferences(v: Values) -> Iterator[str]:
     yield f"{v['objective']} has no least value, so it is of validation sets alone: ghost_val_sets=[name=domain@margin]"
   if smoothing and algo not in (able := ("sigmoid", "robust", "simpo")):
     yield f"{v['dpo_label_smoothing']} is not part of {v['dpo_algo']}; use 0.0, or dpo_algo={' or '.join(able)}"
-  named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} - {""}
-  used = {one for name, one in plugins.OBJECTIVES.items() if name in named and not one.samples}
+  used = [one for one in plugins.objectives_of(v.objective, v.ghost_val_sets) if not one.samples]
   if v.z_loss_multiplier and any(one.rows_per_unit > 1 for one in used):
     yield f"{v['z_loss_multiplier']} would change the log-probabilities that pairs compare; use z_loss_multiplier=0.0"
   columns = [name for name in plugins.REFERENCE_COLUMNS if name in v.train_data_columns]
@@ -371,8 +372,7 @@ def rollouts(v: Values) -> Iterator[str]:
 
 
 def distillation(v: Values) -> Iterator[str]:
-  named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} & {*plugins.OBJECTIVES}
-  kinds = {plugins.OBJECTIVES[name].reference for name in named} - {""}
+  kinds = {one.reference for one in plugins.objectives_of(v.objective, v.ghost_val_sets)} - {""}
   if len(kinds) > 1 and not v.offline_data_dir:
     yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; use objectives with one"
   if "teacher" not in kinds:
@@ -547,13 +547,13 @@ def slices_apart(v: Values) -> Iterator[str]:
     yield f"{waits}: the next outer step would come before this one; use {period - 1} or less"
   if "slice" in v.document_fields:
     yield f"{given} records the slice of each row as 'slice', which {v['document_fields']} names too; rename the field"
-  named = {v.objective, *(plugins.without_objective(text)[1] for text in v.ghost_val_sets)} & {*plugins.OBJECTIVES}
+  frozen = any(one.reference for one in plugins.objectives_of(v.objective, v.ghost_val_sets))
   refused = {
     "lora_rank": (v.lora_rank > 0, "keeps a frozen model in each slice", "0"),
     "num_experts": (v.num_experts > 1, "sends routing between the slices in every step", "1"),
     "dropout_rate": (v.dropout_rate > 0, "would draw the same masks in every slice", "0.0"),
     "offload_to_host": (bool(v.offload_to_host), "moves one model, not one for each slice", "[]"),
-    "objective": (any(plugins.OBJECTIVES[name].reference for name in named), "has a frozen model", "next_token or sft"),
+    "objective": (frozen, "has a frozen model", "next_token or sft"),
     "load_full_state_path": (bool(v.load_full_state_path), "has no state of slices", "'', and load_parameters_path"),
     "ghost_select": (v.ghost_enabled and v.ghost_select != "none", "chooses rows of one model", "none"),
     "ghost_curvature": (v.ghost_enabled and v.ghost_curvature == "secant", "compares steps across outer ones", "none"),
