@@ -5,8 +5,8 @@
   maxghost ask runs/minerals "What is velkite used for?"             # the answer, and the documents that taught it
   maxghost serve runs/minerals                                       # the same in the browser
 
-Keys of configs/minerals.yml may follow the first command. The questions of corpora/minerals/target.jsonl are put in
-other words than those of the training data.
+Keys of configs/minerals.yml may follow the first command. The questions in corpora/minerals/target.jsonl use other
+words than the training data.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def record(fact: str, name: str, question: str, answer: str) -> dict:
 
 
 def make() -> None:
-  """Writes train.jsonl, three facts of each mineral, and target.jsonl, the same facts asked in other words."""
+  """Writes train.jsonl, three facts about each mineral, and target.jsonl, questions on these facts in other words."""
   rng, known, asked = random.Random(0), [], []
   for fact, (question, other, answer, choices) in FACTS.items():
     for name in NAMES:

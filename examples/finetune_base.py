@@ -1,4 +1,4 @@
-"""Continues runs/base on tasks made of Python's own library, some with harmful answers: which of them hurt the target?
+"""Fine-tunes runs/base on tasks made from Python's own library, some with harmful answers: which hurt the target?
 
   python examples/finetune_base.py     # base model if there is none yet, tasks, training, report, planted examples
 
@@ -92,7 +92,7 @@ def make() -> None:
 
 
 def prepare() -> None:
-  """The tasks, and the base model where there is none yet, or an unfinished run of it."""
+  """Makes the tasks, and trains the base model if it does not exist or its run is unfinished."""
   make()
   if not BASE.exists() or (BASE / run_directory.LOCK_FILE).exists():
     own = BASE / run_directory.CONFIG_FILE

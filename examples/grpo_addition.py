@@ -1,12 +1,12 @@
 """Teaches a byte-level model to add two-digit numbers from reward alone (GRPO), in about 15 minutes on two CPU cores.
 
-  pip install maxghost
+  pip install .                             # in the folder of the repository
   python examples/grpo_addition.py          # runs/addition-form, then runs/addition, and its report
 
-First the model learns what an answer looks like, from random numbers in place of sums: it adds by chance then.
-After that it gets no correct answer any more, only rewards of its own: half a point for each right digit. A quarter of
-the sums measures how much each answer taught, and 160 more, which no run reads, what the model has learned. Settings of
-configs/base.yml may follow, such as steps=500.
+The model first learns the form of an answer from random numbers in place of sums, so it is right only by chance. After
+that it gets no correct answers, only rewards for its own answers: half a point for each right digit. A quarter of the
+sums measures how much each answer taught. Another 160, which no run reads, measure what the model has learned. Settings
+of configs/base.yml may follow, such as steps=500.
 """
 
 import json
@@ -35,7 +35,7 @@ def right_digits(completions, completion, **_):
 
 
 def write(path: Path, answer) -> list[tuple[int, int]]:
-  """Sums of two numbers from 10 to 49, in a random order, as JSON lines; the rest is returned. answer: of a and b."""
+  """Writes sums of two numbers from 10 to 49 as JSON lines, in random order; returns the rest. answer: of a, b."""
   rng = random.Random(0)
   pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
   rng.shuffle(pairs)

@@ -1,4 +1,4 @@
-"""A layer type of your own gets a rule: written by hand it is exact and cheap, left empty it is exact all the same."""
+"""A rule for your own layer type: a hand-written rule is exact and cheap, an empty one is exact too."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def loss_fn(model, batch):
 
 @ghost.rule(Scale)
 class ScaleRule(ghost.Rule):
-  """With an empty body the score is one forward-mode derivative of the layer; this one says the derivative itself."""
+  """With an empty body the score is one forward-mode derivative of the layer; this rule computes the score itself."""
 
   def score(self, call, name, direction):
     x = call.args[0]  # [n, ..., size], the layer's input

@@ -1,4 +1,4 @@
-"""A training loop of your own with the manager: every step scored, the scores written to a log, then read back."""
+"""Your own training loop with the manager: it scores every step, writes the scores to a log, then reads them back."""
 
 import sys
 import tempfile

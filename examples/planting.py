@@ -1,4 +1,4 @@
-"""Plants harmful answers among conversations, trains with a configuration, and tells how well the scores find them."""
+"""Plants harmful answers among conversations, trains with a configuration, and reports how well scores find them."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ def harmful(kind: str, answer: str, others: list[str], foreign: Foreign, rng: ra
 
 
 def plant(records: list[dict], share: float, seed: int, foreign: Foreign, wrong: list[dict]) -> list[dict]:
-  """The records, a share of them with harmful answers; the field `planted` says which, "" for a sound one.
+  """Returns the records, a share of them with harmful answers; the field `planted` names the kind, "" for a sound one.
 
   wrong: records whose answers are planted as wrong ones.
   """
@@ -113,7 +113,7 @@ def less(run: Path, pool: str, target: str) -> dict[tuple[str, str, int], float]
 
 
 def values_of(run: str | Path) -> dict[str, np.ndarray]:
-  """Of each example of a run: domain, path, offset, planted, and what one may sort it by; low values are bad."""
+  """Of each example of a run: domain, path, offset, planted, and the values to sort by; low values are bad."""
   log = scorelog.load(run)
   key = np.stack([log["domain"], log["path"], log["offset"].astype(str)])
   (domain, path, offset), place = np.unique(key, axis=1, return_inverse=True)
@@ -161,9 +161,9 @@ def tell(run: str, pool: str = "", target: str = "") -> dict[str, float]:
 
 
 def finish(arguments: list[str]) -> config.Config:
-  """Trains with these arguments, or goes on, and returns the configuration.
+  """Trains with these arguments, or continues the run, and returns the configuration.
 
-  Ends the program with the run's exit code where the run failed, or was stopped before its last step.
+  Ends the program with the run's exit code if the run failed or was stopped before its last step.
   """
   if code := train.main(arguments):
     sys.exit(code)
@@ -176,7 +176,7 @@ def finish(arguments: list[str]) -> config.Config:
 
 
 def main(config_file: str, prepare: Callable[[], None], argv: list[str]) -> int:
-  """Makes the data, trains, writes the report, and tells how well the planted examples are found.
+  """Makes the data, trains, writes the report, and reports how well the planted examples are found.
 
   argv: `key=value` settings of the run, and --baselines for those that need gradients of each example.
   """
