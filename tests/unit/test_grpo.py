@@ -287,17 +287,25 @@ def test_every_answer_is_a_scored_row(finished):
   assert all("ghost/val_loss/add" in m for m in metrics)
 
 
+STOPPED = {"num_iterations": 2, "ghost_log_period": 1, "lr_schedule_type": "constant", "checkpoint_period": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  folder = write(tmp_path_factory.mktemp("whole"))
+  assert start(folder, **STOPPED) == 0
+  return folder
+
+
 @pytest.mark.parametrize("stop", [3, 4])
-def test_a_run_that_was_stopped_samples_the_same_again(stop, finished, tmp_path):
+def test_a_run_that_was_stopped_samples_the_same_again(stop, whole):
   """Also between two steps on the same answers."""
-  folder = write(tmp_path)
-  more = {"num_iterations": 2, "ghost_log_period": 1, "lr_schedule_type": "constant", "checkpoint_period": 1}
-  assert start(folder, run_name="whole", **more) == 0
-  assert start(folder, **more, steps=stop) == 0
-  assert start(folder, **more) == 0
-  assert read(folder) == read(folder, "whole")
+  name = f"stopped-{stop}"
+  assert start(whole, **STOPPED, run_name=name, steps=stop) == 0
+  assert start(whole, **STOPPED, run_name=name) == 0
+  assert read(whole, name) == read(whole)
   keep = lambda m: {k: v for k, v in m.items() if not k.startswith("perf/")}  # noqa: E731
-  assert [*map(keep, metrics_of(folder))] == [*map(keep, metrics_of(folder, "whole"))]
+  assert [*map(keep, metrics_of(whole, name))] == [*map(keep, metrics_of(whole))]
 
 
 def test_what_if(finished, capsys):

@@ -30,20 +30,22 @@ def direction(run: Run, before, g: dict, G: dict) -> dict:
     root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)  # the root of 0 has no derivative
     return (cfg.adam_b1 * m + (1 - cfg.adam_b1) * g) / (1 - cfg.adam_b1**t) / (root + cfg.adam_eps)
 
-  u = {}
-  with jax.enable_x64(True):
+  def responses(g: dict, G: dict) -> dict:
+    u = {}
     for label in G:
-      if cfg.opt_type == "sgd":
-        u[label] = G[label]
-        continue
-      m = jnp.asarray(before.first[label])
+      m = before.first[label]
       if cfg.opt_type == "muon" and muon.dimensions(label):
         constants = {"count": 1, "beta": cfg.muon_beta, "eps": cfg.adam_eps, "rms": cfg.muon_consistent_rms}
-        step = functools.partial(muon.step_of, label, m=m, **constants)
+        step = functools.partial(muon.step_of, label, m=jnp.asarray(m), **constants)
       else:
-        step = functools.partial(adamw, m=m, v=jnp.asarray(before.second[label]))
-      u[label] = np.asarray(jax.vjp(step, before.clip_factor * g[label])[1](jnp.asarray(G[label]))[0])
-  return u
+        step = functools.partial(adamw, m=m, v=before.second[label])
+      u[label] = jax.vjp(step, before.clip_factor * g[label])[1](G[label])[0]
+    return u
+
+  if cfg.opt_type == "sgd":
+    return G
+  with jax.enable_x64(True):
+    return jax.tree.map(np.asarray, jax.jit(responses)({label: g[label] for label in G}, G))
 
 
 class Truth:
