@@ -45,13 +45,18 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None, records=
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
     said = f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of"
     raise ConfigError(f"{said} tokenizer_type={cfg.tokenizer_type}; use vocab_size={tokenizer.vocab_size} or more")
-  folder = next((item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)), None)
+  files = cfg.dataset_files if cfg.dataset_type == "grain" else ()
+  if labelled := [item for item in files if "=" in item and is_prepared(item.partition("=")[2])]:
+    said = f"dataset_files has {labelled[0]}, a prepared corpus, which has domains of its own"
+    raise ConfigError(f"{said}; write dataset_files=[{labelled[0].partition('=')[2]}]")
+  folder = next(filter(is_prepared, files), None)
   if folder is None:
     return sources.open_source(cfg, seed), tokenizer
   if records != "text":
     raise ConfigError(f"dataset_files has {folder}, a prepared corpus of plain text, but the objective reads {records}")
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folder}, a prepared corpus, which goes alone; prepare all as one")
+  sources.check_keys(cfg)
   return PreparedSource(folder, tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
 
 

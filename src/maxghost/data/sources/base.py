@@ -24,10 +24,18 @@ class Kept(tuple[str, ...]):
 
 
 class CorruptError(ValueError):
-  """A document or file cannot be read. The message is one line: the file, the place in it and the reason."""
+  """A document or file cannot be read. The text is one line: the file, the place in it and the reason.
 
-  def __init__(self, message: str):
-    super().__init__(" ".join(message.split()))
+  where: gives the place, where `said` is only the reason. It is called when the text is shown, since to find the line
+  number of a document takes as long as to read the file.
+  """
+
+  def __init__(self, said: str, where: Callable[[], str] | None = None):
+    super().__init__(said, where)
+
+  def __str__(self) -> str:
+    said, where = self.args
+    return " ".join((f"{where()}: {said}" if where else said).split())
 
 
 class Source(Protocol):
@@ -219,12 +227,12 @@ def join_columns(where: Callable[[], str], record: Any, columns: Sequence[str]) 
     if isinstance(value, bytes):
       value = utf8(f"{where()}, column {column}", 0, value).decode("utf-8")
     if not isinstance(value, str):
-      raise CorruptError(f"{where()}: no text in column '{column}'")
+      raise CorruptError(f"no text in column '{column}'", where)
     values.append(value)
   try:
     return "\n".join(values).encode("utf-8")
   except UnicodeEncodeError as error:
-    raise CorruptError(f"{where()}: half of a surrogate pair in the text ({error.reason})") from error
+    raise CorruptError(f"half of a surrogate pair in the text ({error.reason})", where) from error
 
 
 def wanted_fields(asked: Sequence[str]) -> dict[str, str]:

@@ -103,7 +103,8 @@ def _by_domain(label: str, read: Callable | None, offsets: np.ndarray, sizes: np
 def _place(opened: Opened, path: str, kind: str, offset: int) -> str:
   if kind == PARQUET:
     return f"{path}, row {offset}"
-  line = 1 + _bytes(opened, path, 0, offset).count(b"\n")
+  parts = (_bytes(opened, path, n, min(_LINES_BYTES, offset - n)) for n in range(0, offset, _LINES_BYTES))
+  line = 1 + sum(part.count(b"\n") for part in parts)
   return f"{path} at byte {offset}, line {line}"
 
 
@@ -173,13 +174,18 @@ def _read_text(opened: Opened, path: str, kind: str, offsets: list, sizes: list,
     try:
       record = json.loads(raw)
     except (ValueError, RecursionError) as error:
-      raise base.CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
+      where = functools.partial(_place, opened, path, JSONL, offset)
+      raise base.CorruptError(f"not a line of JSON ({error})", where) from error
     yield record if isinstance(record, dict) else {}
 
 
 def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
   file = opened.get(path)  # this reference keeps it open
-  raw = file[offset : offset + size] if isinstance(file, bytes) else os.pread(file.fileno(), size, offset)
+  raw = file[offset : offset + size] if isinstance(file, bytes) else b""
+  while len(raw) < size and not isinstance(file, bytes):  # one call gives at most 2 GiB
+    if not (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
+      break
+    raw += more
   if len(raw) < size:
     raise base.CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
   return raw
