@@ -180,7 +180,7 @@ def from_node(node: yaml.Node, kind: Any) -> Any:
   if is_tuple(kind) and not null and not quoted:  # a,b
     return _each(from_scalar, [item.strip() for item in text.split(",")] if text.strip() else [], kind)
   if texts:
-    return (text,) if text else ()  # quoted: one text
+    return () if null or not text else (text,)  # quoted: one text
   if (quoted and kind is not str) or null:
     raise WrongTypeError(type_name(kind))
   return from_scalar(text, kind)

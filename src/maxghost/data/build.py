@@ -9,7 +9,7 @@ import numpy as np
 from maxghost.config import ConfigError, DataConfig
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
-from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
+from maxghost.data.dataset import MANY_DOCUMENTS, POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import FIRST_FIT, Layout
@@ -106,8 +106,8 @@ def kept(cfg: DataConfig, records: str) -> DataConfig:
 def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
-  excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
-  included = _included(cfg, source) if cfg.dataset_include_file else None
+  listed = {key: getattr(cfg, key) for key in ("dataset_exclude_file", "dataset_include_file")}
+  excluded, included = (_listed(key, path, source) if path else None for key, path in listed.items())
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included), records)]
   for kind, given in cfg.validation_files(records).items():
     plain = cfg if kind == records else dataclasses.replace(cfg, train_data_columns=DataConfig().train_data_columns)
@@ -148,15 +148,17 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   return parts
 
 
-def _included(cfg: DataConfig, source: Source) -> np.ndarray:
-  """Hashes of the ids of `dataset_include_file`; a note says how many of them no document has. Raises ConfigError."""
-  said = f"dataset_include_file={cfg.dataset_include_file}"
-  hashes, unknown = read_ids(cfg.dataset_include_file, source, "dataset_include_file")
+def _listed(key: str, path: str, source: Source) -> np.ndarray:
+  """Hashes of the ids in the file of a key; a note says how many of them no document has. Raises ConfigError."""
+  said = f"{key}={path}"
+  hashes, unknown = read_ids(path, source, key)
+  if key == "dataset_exclude_file" and len(source) > MANY_DOCUMENTS:
+    return hashes
   there = np.zeros(len(hashes), bool)
   for indices in scan(len(source)):
     there |= np.isin(hashes, source.id_hashes(indices))
   lost = unknown + int((~there).sum())
-  if not there.any():
+  if not there.any() and key == "dataset_include_file":
     raise ConfigError(f"{said}: none of its {lost:,} ids is that of a document of the data")
   if lost:
     note = f"{said}: {lost:,} of its {len(hashes) + unknown:,} ids are those of no document of the data"

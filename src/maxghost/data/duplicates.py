@@ -89,7 +89,7 @@ def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tu
   """(hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s; the
   number of `id`s that no record has). Raises ConfigError naming the file and the line."""
   try:
-    lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")  # others may stand inside of a text
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"{key}={path} cannot be read: {getattr(error, 'strerror', '') or error}") from error
   hashes: list[int] = []

@@ -1,5 +1,7 @@
 """The training iterator: batches from lanes, a position to save and restore, one shard per process."""
 
+import bisect
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -101,14 +103,15 @@ class TrainIterator(Iterator[Batch]):
     if self._weights is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
     made = tuple((batch, tuple(shares[name] for name in self.mixture_domains)) for batch, shares in changes)
-    late = [batch for batch, shares in made if batch < self._batches and (batch, shares) not in self._changes]
+    known = frozenset(self._changes)
+    late = [change[0] for change in made if change[0] < self._batches and change not in known]
     if late and self._batches > self._first_batch:
       raise ValueError(f"the mixture cannot change at batch {late[0]}: {self._batches} batches were drawn already")
     self._changes = made
 
   def __next__(self) -> Batch:
-    due = [shares for batch, shares in self._changes if batch <= self._batches]
-    weights = due[-1] if due else self._weights
+    due = bisect.bisect(self._changes, self._batches, key=operator.itemgetter(0))
+    weights = self._changes[due - 1][1] if due else self._weights
     pieces, units, per_lane = [], self._streams[0].units, self._per_lane
     for lane, cursors in self._lanes.items():
       if weights is None:

@@ -97,7 +97,7 @@ def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
   load, wanted = _KINDS[kind]
   if not path:
     raise ConfigError(f"tokenizer_type={kind} needs tokenizer_path, {wanted}")
-  return load(path)
+  return load(os.path.expanduser(path))
 
 
 def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:

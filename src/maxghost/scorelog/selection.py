@@ -61,9 +61,10 @@ def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.nda
     raise ConfigError(f"{folder}: no {FILE}; the run was not trained with ghost_select")
   starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))  # of the runs of equal steps
   counts, out = np.diff(starts, append=len(steps)), np.zeros(len(steps), bool)
+  known = frozenset(wanted.values())
   runs = {step: (first, count) for step, first, count in zip(steps[starts], starts, counts, strict=True)}
   for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-    if wanted and zlib.crc32(line) not in wanted.values():
+    if known and zlib.crc32(line) not in known:
       continue
     try:
       entry = json.loads(line)
