@@ -321,3 +321,16 @@ def test_a_prepared_corpus_keeps_all_files_of_its_tokenizer(tmp_path):
     after = load_tokenizer(kind, str(out / made["path"]))
     assert made["copied"] and after.fingerprint == before.fingerprint
     assert (after.bos_id, after.eos_id) == (before.bos_id, before.eos_id)
+
+
+class Deadly(data.DocumentList):
+  """Ends the process that reads it, as the system does when memory runs out."""
+
+  def texts(self, indices):
+    os._exit(9)
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path):
+  source = Deadly([Document("words", "p", n, b"text " * 9) for n in range(9)], ("words",))
+  with pytest.raises(OSError, match=r"a process was ended from outside.*fewer --workers than 2"):
+    prepare.prepare(source, BASE, str(tmp_path / "out"), num_workers=2, part_bytes=100)

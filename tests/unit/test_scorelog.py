@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from attribution_runs import make_run
 
@@ -15,6 +17,7 @@ from maxghost.config import ConfigError
 from maxghost.config.files import check_seal
 from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.compact import compact
+from maxghost.scorelog.export import to_parquet
 from maxghost.scorelog.reader import _written
 from maxghost.scorelog.shard import DamagedShard, Shard
 from maxghost.training.score_recorder import ScoreRecorder, scored_rows
@@ -361,3 +364,14 @@ def test_files_with_other_parts_are_not_mixed(tmp_path):
     writer.close()
   with pytest.raises(ConfigError, match="of different runs"):
     attribution.load(tmp_path)
+
+
+def test_names_of_files_that_are_no_utf8_are_exported(tmp_path):
+  writer, name = Writer(tmp_path, period=1), os.fsdecode(b"caf\xe9")
+  one = np.ones(1)
+  rows = {"tokens": one, "loss": one, "dot": one[:, None], "contribution": one[:, None]}
+  writer.append({"step": 0}, rows, [("code", name, 0)])
+  log = attribution.load(tmp_path)
+  to_parquet(log, tmp_path / "out")
+  assert pq.read_table(tmp_path / "out" / "rows.parquet")["path"].to_pylist() == ["caf?"]
+  assert log.to_pandas()["path"].tolist() == ["caf?"] and log["path"].tolist() == [name]

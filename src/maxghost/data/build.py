@@ -198,14 +198,16 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
   """dataset_mixture as {domain: number}; checks names, numbers, and for shares the sum."""
   weights = {}
   for item in cfg.dataset_mixture:
-    name, _, number = item.partition("=")
+    name, number = (part.strip() for part in item.partition("=")[::2])
+    if name in weights:
+      raise ConfigError(f"dataset_mixture names '{name}' twice; give it one number")
     try:
-      weights[name.strip()] = float(number.removesuffix("x"))
+      weights[name] = float(number.removesuffix("x"))
     except ValueError:
       said = f"dataset_mixture has '{item}'"
       raise ConfigError(f"{said}, which is not of the form domain=share (0.25) or domain=times (2x)") from None
-    check_known("dataset_mixture", [name.strip()], domains, "the data")
-    if not 0 <= weights[name.strip()] < float("inf"):
+    check_known("dataset_mixture", [name], domains, "the data")
+    if not 0 <= weights[name] < float("inf"):
       raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
   if cfg.mixture == "proportional":
     return weights

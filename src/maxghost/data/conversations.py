@@ -119,7 +119,8 @@ class Rendering:
     else:
       ids, weights = self._joined(self._turns(found.messages, found.first))
     if not weights[1:].any():
-      raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
+      what = f"chat template {self.template.name}" if self.template else f"the tokenizer {self.tokenizer.name}"
+      raise ValueError(f"{what} gives no token to train on")
     return ids, weights if self.completion_only else np.ones_like(weights)
 
   def prompt(self, question: str | Sequence[dict]) -> list[int]:

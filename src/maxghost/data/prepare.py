@@ -13,6 +13,7 @@ import signal
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,9 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
         for future in as_completed(futures):
           done[futures[future]] = future.result()
           progress(future.result())
+      except BrokenProcessPool as error:
+        why = f"perhaps for want of memory: use fewer --workers than {num_workers}"
+        raise OSError(f"a process was ended from outside, {why}; the same command continues") from error
       except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
-from maxghost.scorelog.format import TEXTS, columns_of
+from maxghost.scorelog.format import TEXTS, columns_of, for_others
 from maxghost.scorelog.reader import ScoreLog
 
 
@@ -54,7 +54,7 @@ def _row_tables(pa, log: ScoreLog) -> Iterator[dict]:
   for shard, rows in log.blocks():
     columns = log.columns_of(rows)
     for name in (*TEXTS, *log.fields):
-      texts = pa.array(shard.texts(name).tolist(), pa.string())
+      texts = pa.array(for_others(shard.texts(name)), pa.string())
       columns[name] = pa.DictionaryArray.from_arrays(pa.array(columns[name]), texts)
     yield columns
 

@@ -150,7 +150,7 @@ class ScoreLog:
     """Every column of all rows, texts written out."""
     parts = []
     for shard, rows in self.blocks():
-      texts = {name: shard.texts(name)[rows[name]] for name in (*fmt.TEXTS, *self.fields)}
+      texts = {name: np.array(fmt.for_others(shard.texts(name)))[rows[name]] for name in (*fmt.TEXTS, *self.fields)}
       parts.append(self.columns_of(rows) | texts)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
