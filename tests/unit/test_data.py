@@ -370,3 +370,8 @@ def test_a_domain_has_one_share():
   )  # fmt: skip
   with pytest.raises(config.ConfigError, match="dataset_mixture names 'words' twice; give it one number"):
     data.load_dataset(cfg.data)
+
+
+def test_the_rows_of_the_first_validation_set_are_made_once():
+  dataset = data.load_dataset(config.load("dataset_type=synthetic", "ghost_val_sets=words").data)
+  assert dataset.validation_rows() is dataset.validation_rows("words")

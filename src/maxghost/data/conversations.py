@@ -35,7 +35,7 @@ class Conversation:
   messages: tuple[dict, ...] = ()
   first: int = 0  # the message from which on the assistant is trained
   tools: Any = None
-  plain: tuple[str, str] | None = None  # prompt and completion, which no template changes, in place of messages
+  plain: tuple[str, str] | None = None  # prompt and completion, in place of messages; no template is applied
 
 
 def read(text: bytes) -> Conversation:

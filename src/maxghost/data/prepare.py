@@ -21,10 +21,11 @@ import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
+from maxghost.config.values import import_package
 from maxghost.data import prepared, tokenizer_files
 from maxghost.data.hashing import changed_files, changed_keys, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
-from maxghost.data.sources.base import Source, import_package, read_or_skip
+from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import scan
 from maxghost.data.tokenizers import HUGGINGFACE, Tokenizer, load_tokenizer
 from maxghost.data.windows import concatenated, end_with_parent

@@ -17,8 +17,11 @@ _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 
 class Cursor:
-  """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead.
-  counts: to which those of each window that is begun are added."""
+  """A position in a lane of a stream, which has no end.
+
+  workers: make the next window ahead: a pool of threads, or the number of Grain's processes. counts: the counts of each
+  window are added to these when the window is begun.
+  """
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
     self._stream, self._lane, self._workers, self._counts = stream, lane, workers, counts
@@ -73,9 +76,11 @@ class Cursor:
 
 class TrainIterator(Iterator[Batch]):
   """Batches of one shard of the global batch, whose rows come from the lanes in order, the same number from each.
-  Concatenated, the shards' batches are the batch of a single process. `counts` sums what was read so far (documents,
-  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began. `mixture_domains`: those whose
-  shares of the rows can be changed; empty where the data is not a mixture by weights."""
+
+  Concatenated, the shards' batches are the batch of a single process. counts: documents, bytes, tokens, rows, and the
+  empty, copied and corrupt documents, over the windows that this process began. mixture_domains: the domains whose
+  shares of the rows can be changed; empty where the data is not a mixture by weights.
+  """
 
   def __init__(self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
                rows: tuple[int, int], num_workers: int):  # fmt: skip

@@ -53,9 +53,12 @@ def restore(folder: Path, completed_steps: int) -> None:
 
 
 def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.ndarray:
-  """bool[rows of the score log]: whether the row's document was trained on in that step. steps: i8[rows], of each row
-  of the log. wanted: {step: CRC-32 of its line}; other lines are left out; empty: none is. Raises ConfigError for a run
-  without selection, and where the score log holds other rows than were selected from."""
+  """bool[rows of the score log]: whether the row's document was trained on in that step.
+
+  steps: i8[rows], the step of each row of the log. wanted: {step: CRC-32 of its line}; lines with another checksum are
+  ignored, but none is where `wanted` is empty. Raises ConfigError for a run without selection, and where the score log
+  holds other rows than were selected from.
+  """
   path = folder / FILE
   if not path.is_file():
     raise ConfigError(f"{folder}: no {FILE}; the run was not trained with ghost_select")

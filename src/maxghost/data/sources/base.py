@@ -1,6 +1,5 @@
 """The interface of a data source: random access to documents by number, and what the reader asks beyond the text."""
 
-import importlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -20,7 +19,7 @@ COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools"),
 
 
 class Kept(tuple[str, ...]):
-  """Columns whose document is a JSON object of those of them that its record has."""
+  """Columns of records that are no plain text: a document is a JSON object of those columns that its record has."""
 
 
 class CorruptError(ValueError):
@@ -247,12 +246,3 @@ def as_text(value: Any) -> str:
   if isinstance(value, bytes):
     value = value.decode("utf-8", errors="replace")
   return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
-
-
-def import_package(name: str, user: str, extra: str = "data") -> Any:
-  """An optional package, or a module of it. Raises ConfigError that says what needs it and how to install it."""
-  try:
-    return importlib.import_module(name)
-  except ImportError:
-    package = name.partition(".")[0]
-    raise ConfigError(f"{user} needs the package {package}; install it with: pip install 'maxghost[{extra}]'") from None

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
+from maxghost.config.values import import_package
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources import base
 from maxghost.data.sources.files import CorpusFile
@@ -88,7 +89,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
 
 
 def _by_domain(label: str, read: Callable | None, offsets: np.ndarray, sizes: np.ndarray) -> dict[str, np.ndarray]:
-  """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
+  """{domain: numbers of its documents}. The field `domain` of a record names the domain; without one it is `label`."""
   if read is None or not len(offsets):
     return {label: np.arange(len(offsets))}
   found: dict[str, list[int]] = {}
@@ -128,7 +129,7 @@ class _File(io.FileIO):
 
 def _open(path: str) -> _File | bytes:
   """A file, or the text in a compressed one."""
-  pyarrow = base.import_package("pyarrow", path) if path.endswith(".zst") else None
+  pyarrow = import_package("pyarrow", path) if path.endswith(".zst") else None
   try:
     if not path.endswith(_PACKED):
       return _File(path)
@@ -196,7 +197,7 @@ class _Parquet:
   one as Python values, for rows that are read in order."""
 
   def __init__(self, num_groups: int, path: str):
-    parquet = base.import_package("pyarrow.parquet", path)
+    parquet = import_package("pyarrow.parquet", path)
     try:
       self.file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and more
@@ -236,7 +237,7 @@ def _index_rows(tables: tuple, path: str, _: str, columns: tuple[str, ...]) -> t
 
 
 def _read_rows(tables: tuple, path: str, columns: tuple, offsets: list, _: list, names: tuple) -> list[dict]:
-  """tables: to read the texts' `columns` from, which are asked for in order, and other fields."""
+  """tables: two caches of open files, for the texts' `columns`, which are read in order, and for other fields."""
   opened = tables[names != columns]
   with opened.lock:
     parquet = opened.get(path)
