@@ -15,7 +15,7 @@ from typing import Any
 
 from maxghost.config import ConfigError
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guarded
+from maxghost.config.values import guarded, import_package
 
 KEY = "MAXGHOST_API_KEY"
 CACHE = 2048  # positions, where the model has them and was trained on no more
@@ -54,8 +54,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0 behind Ctrl-C or SIGTERM, or 2 for wrong input."""
   args = parse(argv)
-  from maxghost.data.sources.base import import_package
-
   for package in ("starlette", "uvicorn"):
     import_package(package, "maxghost serve", "serve")
   with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener:

@@ -193,6 +193,7 @@ def test_values_take_the_type_of_their_key(tmp_path):
     ("steps=[1]", "steps=['1'] (command line) is not of type int"),
     ("steps=null", "steps='null' (command line) is not of type int"),
     ("steps=" + "9" * 5000, "is not of type int"),
+    ("ghost_every=~", "ghost_every='~' (command line) is not of type int"),
     ("run_name=null", "run_name='null' (command line) is not of type str"),
     ("mlp_bias=1", "mlp_bias='1' (command line) is not of type bool"),
     ("learning_rate=nan", "learning_rate='nan' (command line) is not of type finite float"),
@@ -380,3 +381,11 @@ def test_importing_the_configuration_imports_no_jax():
   modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
   for heavy in ("'jax'", "'jaxlib'", "'flax'", "'numpy'"):
     assert heavy not in modules
+
+
+@pytest.mark.parametrize("text", ["ghost_exclude: null", "ghost_exclude: ~", "ghost_exclude:", "ghost_exclude: []"])
+def test_nothing_for_a_list_of_texts_is_an_empty_list(text, tmp_path):
+  (tmp_path / "c.yml").write_text(text)
+  assert config.load(tmp_path / "c.yml").ghost.ghost_exclude == ()
+  assert config.load("ghost_exclude=null").ghost.ghost_exclude == ()
+  assert config.load("ghost_exclude='null'").ghost.ghost_exclude == ("null",)

@@ -99,3 +99,22 @@ def test_a_new_check_is_run(monkeypatch):
 def test_huge_numbers_are_answered_at_once():
   with pytest.raises(config.ConfigError, match="not a multiple"):
     config.load("base_num_query_heads=100000", "base_num_kv_heads=7")
+
+
+@pytest.mark.parametrize(
+  ("keys", "said", "not_said"),
+  [
+    (
+      "ghost_rank=8 ghost_schedule=forward_mode use_qk_clip=true",
+      "use ghost_rank=0, or ghost_schedule=two_pass",
+      "scan",
+    ),
+    ("trainable_position_size=1", "use 256 or more, or -1 for no table", "max_target_length=1 "),
+    ("ghost_val_fraction=0.0 ghost_select=topk", "use a share such as 0.25", "or ghost_enabled=false"),
+    ("ghost_val_sets=a=manual@sft ghost_schedule=concat", "use sets without @objective", "=one set"),
+  ],
+)
+def test_advice_does_not_lead_into_the_next_refusal(keys, said, not_said):
+  with pytest.raises(config.ConfigError) as refused:
+    config.load(*keys.split())
+  assert said in str(refused.value) and not_said not in str(refused.value)

@@ -361,3 +361,17 @@ def test_reading_imports_no_jax():
   )
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == "set()"
+
+
+def test_a_domain_has_one_share():
+  cfg = config.load(
+    "dataset_type=synthetic", "dataset_domains=words,digits", "dataset_mixture=[words=0.5,words=0.2,digits=0.8]",
+    "ghost_val_sets=words",
+  )  # fmt: skip
+  with pytest.raises(config.ConfigError, match="dataset_mixture names 'words' twice; give it one number"):
+    data.load_dataset(cfg.data)
+
+
+def test_the_rows_of_the_first_validation_set_are_made_once():
+  dataset = data.load_dataset(config.load("dataset_type=synthetic", "ghost_val_sets=words").data)
+  assert dataset.validation_rows() is dataset.validation_rows("words")

@@ -158,3 +158,25 @@ def test_the_demonstration_corpus_is_built_and_read(tool, tmp_path):
   assert dataset.source.domains == ("speeches", "novels", "scripture", "manpages", "german", "code")
   batch = next(dataset.train)
   assert (batch.arrays["targets_segmentation"] != 0).mean() > 0.95
+
+
+def test_an_id_with_a_line_separator_is_one_line(corpus, tmp_path):
+  """JSON may hold U+2028 and U+0085 as they are, which Python's splitlines takes for line ends."""
+  settings, _ = corpus
+  Path(tmp_path / "a" / "x\u2028y.txt").write_text("one document")
+  cfg = config.load(*settings).data
+  ids = tmp_path / "ids.jsonl"
+  ids.write_text(json.dumps({"domain": "a", "path": "x\u2028y.txt", "offset": 0}, ensure_ascii=False), "utf-8")
+  dataset = data.load_dataset(dataclasses.replace(cfg, dataset_exclude_file=str(ids)))
+  assert dataset.parts[0].split.left_out(np.arange(len(dataset.source))).sum() == 1 + sum(
+    entry.held_out for entry in dataset.summary()
+  )
+
+
+def test_ids_of_no_document_are_told(corpus, tmp_path):
+  settings, _ = corpus
+  cfg, ids = config.load(*settings).data, tmp_path / "ids.jsonl"
+  lines = [json.dumps({"domain": "a", "path": name, "offset": 0}) for name in ("other-00.txt", "moved/other-01.txt")]
+  ids.write_text("\n".join(lines))
+  notes = data.load_dataset(dataclasses.replace(cfg, dataset_exclude_file=str(ids))).notes()
+  assert f"dataset_exclude_file={ids}: 1 of its 2 ids are those of no document of the data" in notes

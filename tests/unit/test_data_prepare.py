@@ -1,7 +1,9 @@
 """`python -m maxghost.data prepare`: interrupted, damaged, mismatched, and a hundred million documents."""
 
+import base64
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ from maxghost import config, data
 from maxghost.config import ConfigError
 from maxghost.data import __main__ as data_command
 from maxghost.data import prepare, prepared
-from maxghost.data.sources import stdlib, synthetic
+from maxghost.data.sources import open_source, stdlib, synthetic
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Document
 
@@ -255,3 +257,80 @@ def test_a_hundred_million_documents_cost_a_worker_no_memory(tmp_path):
   (before, after), (small_before, small_after) = used[100_000_000], used[1_000_000]
   assert after - before < small_after - small_before + 40_000, "kilobytes for windows, whatever the size of the index"
   assert before - small_before < 20_000, "kilobytes for opening it"
+
+
+def test_a_prepared_folder_is_found_and_its_keys_are_checked(tmp_path, monkeypatch):
+  out = tmp_path / "out"
+  prepare.prepare(synthetic.load(domain_bytes=20_000), BASE, str(out))
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert len(read("~/out").source) == len(read(out).source)
+  with pytest.raises(ConfigError, match=rf"words={out}, .* has domains of its own; write dataset_files=\[{out}\]"):
+    read(out, dataset_files=(f"words={out}",))
+  with pytest.raises(ConfigError, match="dataset_domain_bytes=9 works with"):
+    read(out, dataset_domain_bytes=9)
+  with pytest.raises(ConfigError, match="dataset_domains names 'words' twice"):
+    read(out, dataset_domains=("words", "words"))
+
+
+def test_names_of_files_that_are_no_utf8_stay_as_they_are(tmp_path):
+  raw = tmp_path / "raw"
+  raw.mkdir()
+  for n in range(9):
+    (raw / os.fsdecode(b"caf\xe9%d.txt" % n)).write_text(f"document {n} " * 9)
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"words={raw}/*.txt",))
+  source = open_source(cfg, 0)
+  prepare.prepare(source, cfg, str(tmp_path / "out"))
+  prepared_source = read(tmp_path / "out").source
+  assert [prepared_source.document_id(n) for n in range(9)] == [source.document_id(n) for n in range(9)]
+
+
+def test_a_damaged_job_is_one_line(tmp_path):
+  source, out = synthetic.load(domain_bytes=20_000), tmp_path / "out"
+  prepare.prepare(source, BASE, str(out))
+  for text in ("{", "[]", "{}"):
+    (out / "job.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"job.json is damaged|other data or settings"):
+      prepare.prepare(source, BASE, str(out))
+
+
+def test_another_size_of_the_bpe_is_refused(tmp_path, capsys):
+  command = ["prepare", "dataset_type=synthetic", "dataset_domain_bytes=20000", "ghost_val_sets=words", "--output"]
+  command += [str(tmp_path / "out"), "--train_bpe"]
+  assert data_command.main([*command, "300"]) == 0
+  assert data_command.main([*command, "280"]) == 2
+  assert "tokenizer.json has 300 ids already, not --train_bpe 280; give another folder" in capsys.readouterr().err
+  assert data_command.main([*command, "320"]) == 0
+  assert "keeps the 300 ids of" in capsys.readouterr().out
+
+
+def test_a_prepared_corpus_keeps_all_files_of_its_tokenizer(tmp_path):
+  """The ranks that a saved tiktoken encoding names, and the special tokens that tokenizer_config.json names."""
+  tiktoken = pytest.importorskip("tiktoken")
+  source = synthetic.load(domain_bytes=20_000)
+  prepare.train_bpe(source, 300, str(tmp_path / "hf" / "tokenizer.json"))
+  (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|bos|>"}))
+  ranks = "".join(f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
+  (tmp_path / "bytes.tiktoken").write_text(ranks)
+  (tmp_path / "saved").mkdir()
+  load_tokenizer("tiktoken", str(tmp_path / "bytes.tiktoken")).save(tmp_path / "saved")
+  assert tiktoken
+  for kind, path in (("huggingface", "hf"), ("tiktoken", "saved/bytes.encoding.json"), ("tiktoken", "bytes.tiktoken")):
+    out, before = tmp_path / f"out-{path.replace('/', '-')}", load_tokenizer(kind, str(tmp_path / path))
+    cfg = dataclasses.replace(BASE, tokenizer_type=kind, tokenizer_path=str(tmp_path / path))
+    made = prepare.prepare(source, cfg, str(out))["tokenizer"]
+    after = load_tokenizer(kind, str(out / made["path"]))
+    assert made["copied"] and after.fingerprint == before.fingerprint
+    assert (after.bos_id, after.eos_id) == (before.bos_id, before.eos_id)
+
+
+class Deadly(data.DocumentList):
+  """Ends the process that reads it, as the system does when memory runs out."""
+
+  def texts(self, indices):
+    os._exit(9)
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path):
+  source = Deadly([Document("words", "p", n, b"text " * 9) for n in range(9)], ("words",))
+  with pytest.raises(OSError, match=r"a process was ended from outside.*fewer --workers than 2"):
+    prepare.prepare(source, BASE, str(tmp_path / "out"), num_workers=2, part_bytes=100)

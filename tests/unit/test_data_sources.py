@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import gzip
 import json
+import os
 import pickle
 import sys
 import warnings
@@ -448,3 +449,44 @@ def test_wrong_settings_of_the_other_types(tmp_path, written):
   hf = written("hf")
   assert "is no folder" in refused(dataset_type="hf", dataset_files=("b=/nowhere",))
   assert "train_split=dev is no split" in refused(dataset_type="hf", dataset_files=hf.dataset_files, train_split="dev")
+
+
+def test_reads_that_give_less_than_asked_for_are_continued(tmp_path, monkeypatch):
+  """One call of pread gives at most 2 GiB, so documents and places beyond would be taken for the end of the file."""
+  settings, pread = write_text(tmp_path / "raw"), os.pread
+  keys, named = damaged(tmp_path / "x", "json")
+  monkeypatch.setattr(os, "pread", lambda file, size, place: pread(file, min(size, 7), place))
+  source = open_source(dataclasses.replace(BASE, **settings), 0)
+  assert sorted(source.texts(np.arange(len(source)))) == sorted(one.encode() for one in A + B)
+  assert all(part in refused(**keys) for part in named)
+
+
+def test_skipped_lines_are_not_looked_for(tmp_path, monkeypatch):
+  """The line number of a damaged document takes as long as reading the file up to it."""
+  (tmp_path / "b.jsonl").write_bytes(jsonl(B) + b"{\n" * 50)
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/b.jsonl",), on_corrupt="skip")
+  monkeypatch.setattr("maxghost.data.sources.text._place", lambda *_: pytest.fail("a place is asked for"))
+  dataset = data.load_dataset(dataclasses.replace(cfg, shuffle_window_bytes=10**9))
+  next(dataset.train)
+  assert dataset.train.counts["corrupt"] + dataset.train.counts["documents"] > len(B)
+
+
+def test_a_record_nested_too_deeply_is_a_corrupt_one(tmp_path):
+  deep = b'{"text": "x", "other": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+  write_records(tmp_path / "b.array_record", [json.dumps({"text": text}).encode() for text in B] + [deep])
+  keys = dict(dataset_type="grain", dataset_files=(f"b={tmp_path}/*",), shuffle_window_bytes=10**9)
+  assert "record 29: not JSON objects as the file's first record is" in refused(**keys, ghost_val_fraction=1.0)
+  dataset = data.load_dataset(dataclasses.replace(BASE, **keys, on_corrupt="skip", ghost_val_fraction=0.1))
+  assert next(dataset.train) and dataset.train.counts["corrupt"] == 1
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    (dict(dataset_type="text", train_split="dev"), "train_split is set, but dataset_type=text does not read it"),
+    (dict(dataset_type="stdlib", train_data_columns=("body",)), "train_data_columns is set, but dataset_type=stdlib"),
+    (dict(dataset_type="stdlib", dataset_domains=("code", "code")), "dataset_domains names 'code' twice"),
+  ],
+)
+def test_keys_that_would_be_ignored_are_refused(keys, said):
+  assert said in refused(**keys, ghost_val_sets=())

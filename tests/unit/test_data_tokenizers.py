@@ -212,3 +212,9 @@ def test_wrong_settings_are_named(made, tmp_path):
   cfg = dataclasses.replace(config.load().data, tokenizer_type="huggingface", tokenizer_path=made["huggingface"])
   with pytest.raises(ConfigError, match="vocab_size=259 is smaller than the 300 ids"):
     data.load_dataset(cfg, vocab_size=259)
+
+
+def test_the_home_folder_is_known_by_its_sign(made, monkeypatch):
+  for kind, path in made.items():
+    monkeypatch.setenv("HOME", str(Path(path).parent))
+    assert load_tokenizer(kind, f"~/{Path(path).name}").fingerprint == load_tokenizer(kind, path).fingerprint

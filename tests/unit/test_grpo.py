@@ -186,6 +186,8 @@ def test_built_in_rewards():
   assert rewards.arithmetic(["it is 46.", "1046", "3.5", "none"], **gold) == [1, 1, 0, 0]
   texts = ["x = 1", "```python\nx = (1\n```", "Here:\n```python\nf(2)\n```", "a b", ""]
   assert rewards.python_parses(texts) == [1, 0, 1, 0, 0]
+  judged = rewards.judge({"given": lambda **_: np.array([True, False])}, ["a"] * 2, ["b"] * 2, {})
+  assert judged["given"].tolist() == [1, 0]
 
 
 # A run.

@@ -476,3 +476,13 @@ def test_a_lost_peer_is_known_by_status_code_and_lost_connection(message, lost, 
   assert distributed.is_lost_peer(RuntimeError(message)) is lost
   monkeypatch.setattr(distributed, "count", lambda: 1)
   assert not distributed.is_lost_peer(RuntimeError(message))
+
+
+@pytest.mark.parametrize(("devices", "slices"), [(1, 2), (3, 2), (2, 1)])
+def test_the_way_out_of_too_few_devices_is_none_that_diloco_refuses(devices, slices):
+  cfg = parallel("enable_diloco=true", "dcn_data_parallelism=2")
+  with pytest.raises(config.ConfigError) as refused:
+    meshes.mesh_shape(cfg, devices, slices)
+  ways = str(refused.value).partition("; use ")[2]
+  assert not re.search("dcn_data_parallelism=-?1", ways) and "enable_diloco=false" in ways
+  assert ("dcn_data_parallelism=3" in ways) == (devices == 3)

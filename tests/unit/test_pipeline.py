@@ -238,6 +238,7 @@ REFUSED = [
   ({"num_pipeline_microbatches": 3}, "makes 8 rows for 2 devices .* do not divide into 3 micro-batches; use num_pip"),
   ({"ici_stage_parallelism": -1}, "ici_stage_parallelism=-1 leaves open how layers are cut into stages"),
   ({"ici_stage_parallelism": 1, "num_pipeline_repeats": 2}, "num_pipeline_repeats=2 is for a pipeline; set ici_stage"),
+  ({"ici_stage_parallelism": 1, "dcn_stage_parallelism": 2, "dropout_rate": 0.1}, "and dcn_stage_parallelism makes 2"),
   ({"scan_layers": False}, "scan_layers=false has no stack that stages could share"),
   ({"segment_lengths": (2,)}, "segment_lengths=.* cuts the layers into segments of one device"),
   ({"dropout_rate": 0.1}, "dropout_rate=0.1 would draw other masks for each micro-batch"),

@@ -170,3 +170,24 @@ def test_lag_covers_what_is_drawn_ahead():
     time.sleep(0.1)
     assert max(drawn) < step - 1 + reweighting.LAG
   prefetcher.close()
+
+
+def test_many_changes_of_the_mixture_are_compared_once_each():
+  class Number(int):
+    compared = 0
+
+    def __eq__(self, other):
+      Number.compared += 1
+      return int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+  dataset, _ = open_run()
+  shares = {"words": 0.5, "digits": 0.25, "brackets": 0.25}
+  changes = [(Number(batch), shares) for batch in range(100)]
+  dataset.train.schedule_mixture(changes)
+  for _ in range(100):
+    next(dataset.train)
+  Number.compared = 0
+  dataset.train.schedule_mixture([(Number(batch), shares) for batch in range(101)])
+  assert Number.compared < 1000

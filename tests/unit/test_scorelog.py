@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from attribution_runs import make_run
 
@@ -14,6 +16,8 @@ from maxghost.attribution.summary import summarize
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal
 from maxghost.scorelog import Writer, selection, tokens
+from maxghost.scorelog.compact import compact
+from maxghost.scorelog.export import to_parquet
 from maxghost.scorelog.reader import _written
 from maxghost.scorelog.shard import DamagedShard, Shard
 from maxghost.training.score_recorder import ScoreRecorder, scored_rows
@@ -335,3 +339,39 @@ def test_a_log_without_predicted_and_measured_drops_has_no_ledger(tmp_path, caps
     assert "This log holds neither predicted nor measured drops of its steps" in text
     assert "over 0 steps" not in text
   assert "Predicted drop" not in out and '"row">Predicted drop' not in page
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "direction"])
+def test_compaction_keeps_apart_what_was_said_of_the_files(tmp_path, name):
+  """Else the report of a run whose data changed would no longer say so."""
+  position = None
+  for step, value in enumerate(("a", "a", "b", "b")):
+    writer = Writer(tmp_path, SETS, period=1, **{name: value})
+    writer.restore(position)
+    append(writer, step)
+    position = writer.position()
+  before = attribution.load(tmp_path)["contribution"]
+  assert len(compact(tmp_path)) == 2
+  log = attribution.load(tmp_path)
+  assert log.said_of(name) == ("a", "b") and len(log.shards) == 2
+  np.testing.assert_array_equal(log["contribution"], before)
+
+
+def test_files_with_other_parts_are_not_mixed(tmp_path):
+  for process, parts in enumerate((("chosen", "rejected"), ())):
+    writer = Writer(tmp_path, process=(process, 1), parts=parts)
+    writer.append({"step": 0}, {}, [])
+    writer.close()
+  with pytest.raises(ConfigError, match="of different runs"):
+    attribution.load(tmp_path)
+
+
+def test_names_of_files_that_are_no_utf8_are_exported(tmp_path):
+  writer, name = Writer(tmp_path, period=1), os.fsdecode(b"caf\xe9")
+  one = np.ones(1)
+  rows = {"tokens": one, "loss": one, "dot": one[:, None], "contribution": one[:, None]}
+  writer.append({"step": 0}, rows, [("code", name, 0)])
+  log = attribution.load(tmp_path)
+  to_parquet(log, tmp_path / "out")
+  assert pq.read_table(tmp_path / "out" / "rows.parquet")["path"].to_pylist() == ["caf?"]
+  assert log.to_pandas()["path"].tolist() == ["caf?"] and log["path"].tolist() == [name]

@@ -157,3 +157,16 @@ def test_a_run_without_selection_says_so(tmp_path):
   writer.close()
   with pytest.raises(ConfigError, match="ghost_select"):
     attribution.load(tmp_path).chosen()
+
+
+def test_the_lines_of_a_long_run_are_compared_once(tmp_path):
+  class Wanted(dict):
+    calls = 0
+
+    def values(self):
+      Wanted.calls += 1
+      return super().values()
+
+  wanted = Wanted({step: selection_log.append(tmp_path, step, 2, [step % 2]) for step in range(50)})
+  found = selection_log.chosen(tmp_path, np.repeat(np.arange(50), 2), wanted)
+  assert found.reshape(50, 2).sum(1).tolist() == [1] * 50 and Wanted.calls == 1

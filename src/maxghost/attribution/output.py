@@ -15,8 +15,7 @@ from maxghost.attribution.report_text import loss_of
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text
-from maxghost.config.values import printable
-from maxghost.scorelog.export import import_pyarrow
+from maxghost.config.values import import_package, printable
 
 WIDE = 120  # characters; a narrower table leaves out what it can
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of cells that spreadsheets take for formulas
@@ -53,7 +52,7 @@ def as_csv(answer: Answer) -> str:
 
 def write_parquet(answer: Answer, path: Path):
   """A Parquet file whose fields carry their units. Raises ConfigError without pyarrow."""
-  pa, parquet = import_pyarrow("--format parquet")
+  pa, parquet = (import_package(name, "--format parquet", "scores") for name in ("pyarrow", "pyarrow.parquet"))
   table = pa.table(answer.columns)
   about, units = {"val_set": answer.val_set, "direction": answer.direction}, answer.units
   fields = [field.with_metadata({"unit": units[field.name]} if field.name in units else None) for field in table.schema]

@@ -95,6 +95,7 @@ def _refused(v: Any, stages: int) -> Iterator[str]:
     "dropout_rate": (v.dropout_rate > 0, "would draw other masks for each micro-batch", "0.0"),
     "lora_dropout": (v.lora_dropout > 0, "would draw other masks for each micro-batch", "0.0"),
   }
+  makes = " x ".join(key for key in ("ici_stage_parallelism", "dcn_stage_parallelism") if getattr(v, key) > 1)
   for key, (asks, why, instead) in wrong.items():
     if asks:
-      yield f"{v[key]} {why}, and ici_stage_parallelism makes {stages} stages; use {key}={instead}, or one stage"
+      yield f"{v[key]} {why}, and {makes} makes {stages} stages; use {key}={instead}, or one stage"

@@ -21,10 +21,14 @@ ENGINES = {"graddotprod": "two_pass", "jvp": "forward_mode", "perexample": "per_
 
 
 def scoring_problems(schedule: str, names: Mapping[str, str], asked: Mapping[str, tuple]) -> Iterator[str]:
-  """A line for each of `asked`, {what: (whether, "key=value", instead)}, that the schedule, by `names`, cannot take."""
+  """A line for each of `asked`, {what: (whether, "key=value", instead)}, that the schedule, by `names`, cannot take.
+
+  Other schedules are only named where they take all that is asked for.
+  """
+  wanted = {want for want, (asks, *_) in asked.items() if asks}
+  able = " or ".join(name for other, name in names.items() if wanted.isdisjoint(SCHEDULE_LACKS[other]))
   for want, (asks, given, instead) in asked.items():
     if asks and want in SCHEDULE_LACKS[schedule]:
-      able = " or ".join(name for other, name in names.items() if want not in SCHEDULE_LACKS[other])
       other = f", or {able}" if able else ""
       yield f"{given} does not go with {names[schedule]}, {SCHEDULE_LACKS[schedule][want]}; use {instead}{other}"
 
@@ -126,6 +130,11 @@ def directions() -> tuple[str, ...]:
 def directed(direction: str, curvature: str) -> tuple[str, str]:
   """(ghost_direction, ghost_curvature), with what stands for ghost_direction=second_order."""
   return ("auto", "hessian") if direction == "second_order" else (direction, curvature)
+
+
+def reweighting_parts(given: tuple[float, ...]) -> tuple[float, ...]:
+  """(steps between two changes of the shares, 0 for never; size of a change; least share of a domain)."""
+  return (*given, *(0.0, 0.2, 0.02)[len(given) :])
 
 
 def ledger_columns(opt_type: str | None = None, qk_clip: bool = True) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def _maxtext() -> dict[str, Any]:
 
 
 def asks_for_nothing(key: str, text: Any) -> bool:
-  """Whether a key of MaxText has a value that changes nothing here; a value that is no text is never one."""
+  """Whether a key of MaxText has a value that would change nothing here, such as the default of a missing feature."""
   if not isinstance(text, str):
     return False
   plain = text.strip().lower().removesuffix(".0")

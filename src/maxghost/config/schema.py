@@ -13,7 +13,7 @@ from typing import Any
 
 from maxghost.config import plugins
 from maxghost.config.families import FAMILIES
-from maxghost.config.validate import DISTRIBUTED, ROUNDED, reweighting_parts, value_problems
+from maxghost.config.validate import DISTRIBUTED, ROUNDED, value_problems
 from maxghost.config.values import HOST_MEMORY, MOST, ConfigError
 
 WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that are not trained
@@ -305,7 +305,7 @@ class GhostConfig:
   @property
   def reweighting(self) -> tuple[int, float, float]:
     """(steps between two changes of the shares, 0 for never; size of a change; least share of a domain)."""
-    steps, size, floor = reweighting_parts(self.ghost_reweight)
+    steps, size, floor = plugins.reweighting_parts(self.ghost_reweight)
     return int(steps), size, floor
 
 

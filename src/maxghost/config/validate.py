@@ -103,7 +103,8 @@ def sizes(v: Values) -> Iterator[str]:
   if v.tokenizer_type == "byte" and v.vocab_size < BYTE_IDS:
     yield f"{v['vocab_size']} is too small for tokenizer_type=byte, which has {BYTE_IDS} ids; use {BYTE_IDS} or more"
   if 0 <= v.trainable_position_size < v.max_target_length:
-    use = f"{v.max_target_length} or more, max_target_length={v.trainable_position_size} or less, or -1 for no table"
+    shorter = f"max_target_length={v.trainable_position_size} or less, " * (v.trainable_position_size > 1)
+    use = f"{v.max_target_length} or more, {shorter}or -1 for no table"
     yield f"{v['trainable_position_size']} is less than {v['max_target_length']}; use {use}"
   tiled = "max_target_length" if v.vocab_tiling_axis == "tokens" else "vocab_size"
   if v.num_vocab_tiling > (size := getattr(v, tiled)):
@@ -416,7 +417,8 @@ def validation_sets(v: Values) -> Iterator[str]:
   if v.ghost_enabled and v.ghost_val_fraction in (0.0, 1.0):
     given = v["ghost_val_fraction"]
     lacking = "validation documents to score against" if v.ghost_val_fraction == 0.0 else "documents of it to train on"
-    yield f"{given} leaves no {lacking}, but ghost_enabled=true; use a share such as 0.25, or ghost_enabled=false"
+    without = "" if v.ghost_select != "none" or v.ghost_reweight else ", or ghost_enabled=false"  # which these need
+    yield f"{given} leaves no {lacking}, but ghost_enabled=true; use a share such as 0.25{without}"
 
 
 def scoring(v: Values) -> Iterator[str]:
@@ -442,7 +444,8 @@ def scoring(v: Values) -> Iterator[str]:
   clips = direction == "marginal" and v.gradient_clipping_threshold > 0
   asked = {
     "rank": (v.ghost_rank > 0, "ghost_rank", "0"), "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
-    "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", ""), "own_losses": (own_losses, "ghost_val_sets", "one set"),
+    "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", "one set"),
+    "own_losses": (own_losses, "ghost_val_sets", "sets without @objective"),
     "hessian": (curvature == "hessian", key, none), "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
     "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
@@ -458,7 +461,8 @@ def scoring(v: Values) -> Iterator[str]:
     "rounding": (v.ghost_enabled and v.quantization in ROUNDED, "quantization", "''"),
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
-  named = {want: (asks, v[key], f"{key}={value}" if value else "one set") for want, (asks, key, value) in asked.items()}
+  use = {want: value if " " in value else f"{key}={value}" for want, (_, key, value) in asked.items()}
+  named = {want: (asks, v[key], use[want]) for want, (asks, key, _) in asked.items()}
   yield from plugins.scoring_problems(v.ghost_schedule, names, named)
 
 
@@ -479,16 +483,11 @@ def selection(v: Values) -> Iterator[str]:
     yield "ghost_select_fraction=0.0 leaves no row to train on; use a share such as 0.5"
 
 
-def reweighting_parts(given: tuple[float, ...]) -> tuple[float, ...]:
-  """(steps between two changes of the shares, 0 for never; size of a change; least share of a domain)."""
-  return (*given, *(0.0, 0.2, 0.02)[len(given) :])
-
-
 def reweighting(v: Values) -> Iterator[str]:
   if not v.ghost_reweight:
     return
   given, num_domains = v["ghost_reweight"], len(v.dataset_mixture)
-  steps, _, floor, *_ = reweighting_parts(v.ghost_reweight)
+  steps, _, floor, *_ = plugins.reweighting_parts(v.ghost_reweight)
   if len(v.ghost_reweight) > 3 or steps < 1 or steps % 1:
     yield f"{given} is not [steps, size, floor], such as [20, 0.2, 0.02]; empty = never"
   if not v.ghost_enabled:

@@ -7,6 +7,7 @@ The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float altho
 import contextlib
 import difflib
 import functools
+import importlib
 import io
 import math
 import numbers
@@ -77,7 +78,7 @@ def naming(key: str, path: object) -> Iterator[None]:
 
 
 def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str = "interrupted") -> int:
-  """Runs a command and returns its exit code. What is no defect of the program is a line on stderr, not a traceback.
+  """Runs a command and returns its exit code. Errors that are no defect of the program are shown as one line on stderr.
 
   0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
   written; 130 for Ctrl-C. name: what lines begin with. stopped: the line for Ctrl-C.
@@ -109,6 +110,15 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
 def guarded(name: str) -> Callable[[Callable[..., int | None]], Callable[..., int]]:
   """Decorates a tool's `main` with `guard`."""
   return lambda main: functools.wraps(main)(lambda *args, **options: guard(lambda: main(*args, **options), name))
+
+
+def import_package(name: str, user: str, extra: str = "data") -> Any:
+  """An optional package, or a module of it. Raises ConfigError that says what needs it and how to install it."""
+  try:
+    return importlib.import_module(name)
+  except ImportError:
+    package = name.partition(".")[0]
+    raise ConfigError(f"{user} needs the package {package}; install it with: pip install 'maxghost[{extra}]'") from None
 
 
 def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
@@ -168,7 +178,7 @@ def _each(read: Callable[[Any, Any], Any], items: Sequence, kind: Any) -> tuple:
 
 
 def from_node(node: yaml.Node, kind: Any) -> Any:
-  """The value of a YAML node as `kind`. Raises WrongTypeError."""
+  """The value of a YAML node as `kind`; an empty or null list of texts is (). Raises WrongTypeError."""
   texts = kind == tuple[str, ...]
   if isinstance(node, yaml.MappingNode) and texts:
     return tuple(f"{key.value}={value.value}" for key, value in node.value)
@@ -180,7 +190,7 @@ def from_node(node: yaml.Node, kind: Any) -> Any:
   if is_tuple(kind) and not null and not quoted:  # a,b
     return _each(from_scalar, [item.strip() for item in text.split(",")] if text.strip() else [], kind)
   if texts:
-    return (text,) if text else ()  # quoted: one text
+    return () if null or not text else (text,)  # quoted: one text
   if (quoted and kind is not str) or null:
     raise WrongTypeError(type_name(kind))
   return from_scalar(text, kind)

@@ -14,6 +14,7 @@ from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
 from maxghost.data.prepared import INDEX_FILE
 from maxghost.data.sources import open_source
+from maxghost.data.tokenizers import HUGGINGFACE, load_tokenizer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +67,13 @@ def _prepare(parsed: argparse.Namespace) -> int:
   data = cfg.data
   if parsed.train_bpe is not None:
     path = Path(parsed.output) / "tokenizer.json"
-    if not path.is_file():
+    if path.is_file():  # of the command that is continued; of little text, fewer ids can be learnt than were asked for
+      size = load_tokenizer(HUGGINGFACE, str(path)).vocab_size
+      if size > parsed.train_bpe:
+        said = f"{path} has {size} ids already, not --train_bpe {parsed.train_bpe}"
+        raise config.ConfigError(f"{said}; give another folder")
+      print(f"keeps the {size} ids of {path}")
+    else:
       print(f"training a BPE of {parsed.train_bpe} ids")
       preparing.train_bpe(source, parsed.train_bpe, str(path))
     vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)

@@ -9,7 +9,7 @@ import numpy as np
 from maxghost.config import ConfigError, DataConfig
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
-from maxghost.data.dataset import POOL_DOCUMENTS, Dataset
+from maxghost.data.dataset import MANY_DOCUMENTS, POOL_DOCUMENTS, Dataset
 from maxghost.data.duplicates import read_ids
 from maxghost.data.hashing import content_hashes, text_hash
 from maxghost.data.packing import FIRST_FIT, Layout
@@ -45,13 +45,18 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None, records=
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
     said = f"vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of"
     raise ConfigError(f"{said} tokenizer_type={cfg.tokenizer_type}; use vocab_size={tokenizer.vocab_size} or more")
-  folder = next((item for item in cfg.dataset_files if cfg.dataset_type == "grain" and is_prepared(item)), None)
+  files = cfg.dataset_files if cfg.dataset_type == "grain" else ()
+  if labelled := [item for item in files if "=" in item and is_prepared(item.partition("=")[2])]:
+    said = f"dataset_files has {labelled[0]}, a prepared corpus, which has domains of its own"
+    raise ConfigError(f"{said}; write dataset_files=[{labelled[0].partition('=')[2]}]")
+  folder = next(filter(is_prepared, files), None)
   if folder is None:
     return sources.open_source(cfg, seed), tokenizer
   if records != "text":
     raise ConfigError(f"dataset_files has {folder}, a prepared corpus of plain text, but the objective reads {records}")
   if len(cfg.dataset_files) > 1:
     raise ConfigError(f"dataset_files has {folder}, a prepared corpus, which goes alone; prepare all as one")
+  sources.check_keys(cfg)
   return PreparedSource(folder, tokenizer, cfg.dataset_domains, cfg.document_fields), tokenizer
 
 
@@ -101,8 +106,8 @@ def kept(cfg: DataConfig, records: str) -> DataConfig:
 def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records) -> list[Units]:
   """The training source and any held-out files of `ghost_val_sets`, each with its split and the held-out texts."""
   held_out = tuple(dict.fromkeys(cfg.validation_sets.values()))
-  excluded = read_ids(cfg.dataset_exclude_file, source)[0] if cfg.dataset_exclude_file else None
-  included = _included(cfg, source) if cfg.dataset_include_file else None
+  listed = {key: getattr(cfg, key) for key in ("dataset_exclude_file", "dataset_include_file")}
+  excluded, included = (_listed(key, path, source) if path else None for key, path in listed.items())
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included), records)]
   for kind, given in cfg.validation_files(records).items():
     plain = cfg if kind == records else dataclasses.replace(cfg, train_data_columns=DataConfig().train_data_columns)
@@ -143,15 +148,17 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   return parts
 
 
-def _included(cfg: DataConfig, source: Source) -> np.ndarray:
-  """Hashes of the ids of `dataset_include_file`; a note says how many of them no document has. Raises ConfigError."""
-  said = f"dataset_include_file={cfg.dataset_include_file}"
-  hashes, unknown = read_ids(cfg.dataset_include_file, source, "dataset_include_file")
+def _listed(key: str, path: str, source: Source) -> np.ndarray:
+  """Hashes of the ids in the file of a key; a note says how many of them no document has. Raises ConfigError."""
+  said = f"{key}={path}"
+  hashes, unknown = read_ids(path, source, key)
+  if key == "dataset_exclude_file" and len(source) > MANY_DOCUMENTS:
+    return hashes
   there = np.zeros(len(hashes), bool)
   for indices in scan(len(source)):
     there |= np.isin(hashes, source.id_hashes(indices))
   lost = unknown + int((~there).sum())
-  if not there.any():
+  if not there.any() and key == "dataset_include_file":
     raise ConfigError(f"{said}: none of its {lost:,} ids is that of a document of the data")
   if lost:
     note = f"{said}: {lost:,} of its {len(hashes) + unknown:,} ids are those of no document of the data"
@@ -191,14 +198,16 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
   """dataset_mixture as {domain: number}; checks names, numbers, and for shares the sum."""
   weights = {}
   for item in cfg.dataset_mixture:
-    name, _, number = item.partition("=")
+    name, number = (part.strip() for part in item.partition("=")[::2])
+    if name in weights:
+      raise ConfigError(f"dataset_mixture names '{name}' twice; give it one number")
     try:
-      weights[name.strip()] = float(number.removesuffix("x"))
+      weights[name] = float(number.removesuffix("x"))
     except ValueError:
       said = f"dataset_mixture has '{item}'"
       raise ConfigError(f"{said}, which is not of the form domain=share (0.25) or domain=times (2x)") from None
-    check_known("dataset_mixture", [name.strip()], domains, "the data")
-    if not 0 <= weights[name.strip()] < float("inf"):
+    check_known("dataset_mixture", [name], domains, "the data")
+    if not 0 <= weights[name] < float("inf"):
       raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
   if cfg.mixture == "proportional":
     return weights

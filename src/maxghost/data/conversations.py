@@ -35,7 +35,7 @@ class Conversation:
   messages: tuple[dict, ...] = ()
   first: int = 0  # the message from which on the assistant is trained
   tools: Any = None
-  plain: tuple[str, str] | None = None  # prompt and completion, which no template changes, in place of messages
+  plain: tuple[str, str] | None = None  # prompt and completion, in place of messages; no template is applied
 
 
 def read(text: bytes) -> Conversation:
@@ -119,7 +119,8 @@ class Rendering:
     else:
       ids, weights = self._joined(self._turns(found.messages, found.first))
     if not weights[1:].any():
-      raise ValueError(f"chat template {self.template.name if self.template else ''} gives no token to train on")
+      what = f"chat template {self.template.name}" if self.template else f"the tokenizer {self.tokenizer.name}"
+      raise ValueError(f"{what} gives no token to train on")
     return ids, weights if self.completion_only else np.ones_like(weights)
 
   def prompt(self, question: str | Sequence[dict]) -> list[int]:

@@ -19,7 +19,7 @@ from maxghost.data.windows import Units
 _VALIDATION = text_hash("validation order")
 POOL_DOCUMENTS = 4096  # read of a validation domain; further ones are held out too, but not read
 _COPY_BYTES = 1 << 26  # a source without known document sizes is searched for copies at the start up to this size
-_MANY_DOCUMENTS = 1 << 23  # above, documents are not examined one by one before training
+MANY_DOCUMENTS = 1 << 23  # above, documents are not examined one by one before training
 _COPY_CANDIDATES = 100_000  # hashed at the start to find copies; with more candidates, copies are found during training
 
 
@@ -92,7 +92,7 @@ class Dataset:
   def copies(self) -> tuple[int, ...] | None:
     """Training documents that are byte-identical to a held-out one; None where all data would have to be read."""
     hashes, sizes = set(self.parts[0].hashes.tolist()), sorted(self.parts[0].sizes)
-    if len(self.source) > _MANY_DOCUMENTS:
+    if len(self.source) > MANY_DOCUMENTS:
       return None
     candidates = []
     for indices in scan(len(self.source)):
@@ -129,10 +129,12 @@ class Dataset:
     pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
-  @functools.cache  # noqa: B019 - one dataset per run
   def validation_rows(self, domain: str | None = None) -> packing.Rows:
     """The packed rows of a validation domain; `validation_batch` repeats after them."""
-    domain = self.val_domain if domain is None else domain
+    return self._validation_rows(self.val_domain if domain is None else domain)
+
+  @functools.cache  # noqa: B019 - one dataset per run
+  def _validation_rows(self, domain: str) -> packing.Rows:
     domains = [name for part in self.parts for name in part.source.domains]
     check_known("validation_batch", [domain], domains, "the data")
     number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)
@@ -157,7 +159,7 @@ def _cut(part: Units) -> list[str]:
 
 def _summary(part: Units) -> list[DomainSummary]:
   source = part.source
-  if len(source) > _MANY_DOCUMENTS and isinstance(source, PreparedSource):
+  if len(source) > MANY_DOCUMENTS and isinstance(source, PreparedSource):
     documents, sizes = source.meta["domain_documents"], source.meta["domain_bytes"]
     return [DomainSummary(domain, documents[domain], sizes[domain], None, None) for domain in source.domains]
   table, sized = np.zeros((len(source.domains), 4), np.int64), True  # documents, bytes, and the same held out

@@ -11,8 +11,9 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_text
+from maxghost.config.values import import_package
 from maxghost.data.hashing import content_hashes
-from maxghost.data.sources.base import CorruptError, Source, id_hash, import_package
+from maxghost.data.sources.base import CorruptError, Source, id_hash
 from maxghost.data.types import DocumentId
 
 _SHINGLE_WORDS, _PERMUTATIONS = 8, 128  # the standard error of a similarity is then at most 0.09
@@ -86,10 +87,10 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
 
 
 def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
-  """(hashes of the ids in a file of `write_ids` (uint64, sorted), or of the documents whose records have its `id`s; the
-  number of `id`s that no record has). Raises ConfigError naming the file and the line."""
+  """Reads a file of `write_ids`, or of `{"id": ...}` lines that name records. Returns the sorted hashes (uint64) of the
+  documents' ids, and the number of record ids that no record has. Raises ConfigError naming the file and the line."""
   try:
-    lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")  # others may stand inside of a text
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"{key}={path} cannot be read: {getattr(error, 'strerror', '') or error}") from error
   hashes: list[int] = []

@@ -13,6 +13,7 @@ import signal
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
-from maxghost.data import prepared
+from maxghost.config.values import import_package
+from maxghost.data import prepared, tokenizer_files
 from maxghost.data.hashing import changed_files, changed_keys, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
-from maxghost.data.sources.base import Source, import_package, read_or_skip
+from maxghost.data.sources.base import Source, read_or_skip
 from maxghost.data.split import scan
-from maxghost.data.tokenizers import Tokenizer, load_tokenizer
+from maxghost.data.tokenizers import HUGGINGFACE, Tokenizer, load_tokenizer
 from maxghost.data.windows import concatenated, end_with_parent
 
 PART_BYTES = 64 << 20  # text of a part
@@ -77,6 +79,9 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
         for future in as_completed(futures):
           done[futures[future]] = future.result()
           progress(future.result())
+      except BrokenProcessPool as error:
+        why = f"perhaps for want of memory: use fewer --workers than {num_workers}"
+        raise OSError(f"a process was ended from outside, {why}; the same command continues") from error
       except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
@@ -117,8 +122,12 @@ def _claim(job: Job) -> None:
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
-    if (other := json.loads(file.read_text(encoding="utf-8"))) != mine:
-      changed = changed_keys(other["files"], source.files)
+    try:
+      other = json.loads(file.read_text(encoding="utf-8"))
+      changed = changed_keys(other.get("files", {}), source.files)
+    except (ValueError, AttributeError) as error:
+      raise ConfigError(f"{file} is damaged ({error}); give another folder, or remove this one") from error
+    if other != mine:
       what = ", ".join(changed[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
       raise ConfigError(f"{folder} holds a corpus prepared from other data or settings ({what}); give another folder")
   elif folder.is_dir() and any(not entry.name.startswith(ours) for entry in folder.iterdir()):
@@ -242,7 +251,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
       continue
     new["path"] = new["path"] + len(path_end)
     for domain, path in json.loads(str(new.pop("paths"))):
-      paths += path.encode("utf-8")
+      paths += path.encode("utf-8", "surrogateescape")
       path_end.append(len(paths))
       path_domain.append(names.index(domain))
     domains = np.frombuffer(path_domain, np.uint16)[new["path"]]
@@ -288,14 +297,14 @@ def _join_fields(job: Job, num_documents: int) -> None:
 
 
 def _copy_tokenizer(job: Job) -> dict:
-  """The tokenizer's entry in the index; copies its file into the folder."""
-  file, path, copied = job.tokenizer.path, job.cfg.tokenizer_path, False
-  if file is not None and file.is_file():
-    if not (job.folder / file.name).exists():
-      with write_whole(job.folder / file.name) as copy:
-        copy.write(file.read_bytes())
-    path, copied = file.name, True
-  about = {"type": job.cfg.tokenizer_type, "path": path, "copied": copied}
+  """The tokenizer's entry in the index; copies its files into the folder."""
+  tokenizer, kind, path = job.tokenizer, job.cfg.tokenizer_type, job.cfg.tokenizer_path
+  copied = tokenizer.path is not None and tokenizer.path.is_file()
+  if copied:
+    tokenizer_files.save(tokenizer, kind, job.folder)
+    saved = tokenizer_files.saved_path(kind, job.folder) or ""
+    path = "tokenizer.json" if kind == HUGGINGFACE else Path(saved).name
+  about = {"type": kind, "path": path, "copied": copied}
   return about | {"fingerprint": job.tokenizer.fingerprint, "vocab_size": job.tokenizer.vocab_size}
 
 

@@ -32,7 +32,7 @@ FIELD_TEXTS, FIELD_END = "fields.bin", "field_end"  # all fields as one text, an
 
 
 def is_prepared(path: str) -> bool:
-  return (Path(path) / INDEX_FILE).is_file()
+  return (Path(path).expanduser() / INDEX_FILE).is_file()
 
 
 def read_index(folder: Path) -> dict:
@@ -53,7 +53,7 @@ class PreparedSource(Source):
                is_checked: bool = False):  # fmt: skip
     """domains: the wanted ones; empty = all. fields: as in `document_fields`; empty = those that it was prepared with.
     is_checked: the index was compared with its checksums before. Raises ConfigError where one of these does not fit."""
-    self._folder = Path(folder)
+    self._folder = Path(folder).expanduser()
     self.meta = meta = read_index(self._folder)  # the JSON part of the index
     for _, sentence in () if is_checked else changed_files(self._folder / "index", meta.get("index", {})):
       raise ConfigError(f"{sentence}; prepare the corpus again")
@@ -99,7 +99,7 @@ class PreparedSource(Source):
   def document_id(self, index: int) -> DocumentId:
     columns, number = self.columns, int(self.columns["path"][index])
     first = int(columns["path_end"][number - 1]) if number else 0
-    path = self._paths[first : int(columns["path_end"][number])].tobytes().decode("utf-8")
+    path = self._paths[first : int(columns["path_end"][number])].tobytes().decode("utf-8", "surrogateescape")
     return DocumentId(self.meta["domains"][int(columns["path_domain"][number])], path, int(columns["offset"][index]))
 
   def document_fields(self, index: int) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """The training iterator: batches from lanes, a position to save and restore, one shard per process."""
 
+import bisect
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +17,11 @@ _EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
 
 
 class Cursor:
-  """A place in a lane of a stream, without end; `workers`, a pool or Grain's processes, make its next window ahead.
-  counts: to which those of each window that is begun are added."""
+  """A position in a lane of a stream, which has no end.
+
+  workers: make the next window ahead: a pool of threads, or the number of Grain's processes. counts: the counts of each
+  window are added to these when the window is begun.
+  """
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
     self._stream, self._lane, self._workers, self._counts = stream, lane, workers, counts
@@ -71,9 +76,11 @@ class Cursor:
 
 class TrainIterator(Iterator[Batch]):
   """Batches of one shard of the global batch, whose rows come from the lanes in order, the same number from each.
-  Concatenated, the shards' batches are the batch of a single process. `counts` sums what was read so far (documents,
-  bytes, tokens, rows, empty, copies, corrupt) over the windows that this process began. `mixture_domains`: those whose
-  shares of the rows can be changed; empty where the data is not a mixture by weights."""
+
+  Concatenated, the shards' batches are the batch of a single process. counts: documents, bytes, tokens, rows, and the
+  empty, copied and corrupt documents, over the windows that this process began. mixture_domains: the domains whose
+  shares of the rows can be changed; empty where the data is not a mixture by weights.
+  """
 
   def __init__(self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
                rows: tuple[int, int], num_workers: int):  # fmt: skip
@@ -101,14 +108,15 @@ class TrainIterator(Iterator[Batch]):
     if self._weights is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")
     made = tuple((batch, tuple(shares[name] for name in self.mixture_domains)) for batch, shares in changes)
-    late = [batch for batch, shares in made if batch < self._batches and (batch, shares) not in self._changes]
+    known = frozenset(self._changes)
+    late = [change[0] for change in made if change[0] < self._batches and change not in known]
     if late and self._batches > self._first_batch:
       raise ValueError(f"the mixture cannot change at batch {late[0]}: {self._batches} batches were drawn already")
     self._changes = made
 
   def __next__(self) -> Batch:
-    due = [shares for batch, shares in self._changes if batch <= self._batches]
-    weights = due[-1] if due else self._weights
+    due = bisect.bisect(self._changes, self._batches, key=operator.itemgetter(0))
+    weights = self._changes[due - 1][1] if due else self._weights
     pieces, units, per_lane = [], self._streams[0].units, self._per_lane
     for lane, cursors in self._lanes.items():
       if weights is None:

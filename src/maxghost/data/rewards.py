@@ -99,7 +99,7 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
     if len(given) != len(completions):
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):
-      if value is not None and not (isinstance(value, int | float | np.number) and math.isfinite(value)):
+      if value is not None and not (isinstance(value, int | float | np.number | np.bool_) and math.isfinite(value)):
         where = _shown(prompts, completions, i)
         raise RolloutError(f"reward {name} is {value!r}, no finite number and not None; {where}")
     found[name] = np.array([math.nan if value is None else float(value) for value in given])

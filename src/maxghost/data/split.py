@@ -17,8 +17,8 @@ class Split:
 
   def __init__(self, source: Source, val_domains: tuple[str, ...], fraction: float, seed: int,
                excluded: np.ndarray | None = None, included: np.ndarray | None = None):  # fmt: skip
-    """val_domains: those of other sources are ignored. excluded, included: sorted `id_hashes` of the documents not to
-    train on, and of the only ones; None = all."""
+    """val_domains: names that the source does not have are ignored. excluded: sorted `id_hashes` of documents that are
+    not trained on. included: those of the only documents that are trained on; None = all."""
     self._source, self._seed = source, seed
     self._limit = None if fraction >= 1 else np.uint64(int(fraction * 2**64))  # of the hashes; None: all
     self.excluded, self.included = np.empty(0, np.uint64) if excluded is None else excluded, included

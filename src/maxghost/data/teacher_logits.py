@@ -45,6 +45,7 @@ class Writer:
     self._record = np.dtype([*fields, (IDS, token_dtype(vocab_size), (num_entries,))])
     self._folder, self._files, self._known = folder, [], set()
     self._shard: list[np.ndarray] = []  # records that are not written yet
+    self._shard_bytes = 0  # of these
 
   def lacks(self, arrays: Mapping[str, np.ndarray]) -> bool:
     """Whether a segment of the batch is not there yet."""
@@ -63,13 +64,14 @@ class Writer:
       records["begins"][0] = True
       self._known.add(key)
       self._shard.append(records)
-    if sum(records.nbytes for records in self._shard) >= _SHARD_BYTES:
+      self._shard_bytes += records.nbytes
+    if self._shard_bytes >= _SHARD_BYTES:
       self._flush()
 
   def _flush(self) -> None:
     self._files.append(self._folder / f"tokens-{len(self._files):05d}.npy")
     np.save(self._files[-1], np.concatenate(self._shard))
-    self._shard = []
+    self._shard, self._shard_bytes = [], 0
 
   def close(self, about: Mapping[str, Any]) -> tuple[int, int]:
     """Writes the index. about: what it says of the logits, as JSON values. Returns (segments, bytes)."""
@@ -85,16 +87,17 @@ class TeacherLogits:
 
   def __init__(self, folder: str):
     self._name, again = f"offline_data_dir={folder}", "write it with maxghost distill-logits"
+    place = Path(folder).expanduser()
     try:
-      self.about = check_seal(json.loads((Path(folder) / _INDEX).read_text("utf-8")))
+      self.about = check_seal(json.loads((place / _INDEX).read_text("utf-8")))
     except (OSError, ValueError) as error:
       raise ConfigError(f"{self._name} holds no logits of a teacher: {_INDEX}: {error}; {again}") from error
     files, self._records = self.about["files"], {}
-    if damage := [sentence for _, sentence in changed_files(Path(folder), files)]:
+    if damage := [sentence for _, sentence in changed_files(place, files)]:
       raise ConfigError(*(f"{self._name} is damaged: {sentence}; {again}" for sentence in damage))
     self.digest = f"{text_hash(*files.values()):016x}"
     for name in files:
-      shard = np.load(Path(folder) / name, mmap_mode="r")
+      shard = np.load(place / name, mmap_mode="r").view(np.ndarray)  # np.memmap is slow to index
       tokens, begins = np.array(shard["token"]), np.flatnonzero(shard["begins"]).tolist()
       for first, stop in itertools.pairwise([*begins, len(shard)]):
         self._records[text_hash(tokens[first:stop].tobytes())] = shard[first:stop]

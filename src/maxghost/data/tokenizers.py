@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError, did_you_mean
-from maxghost.data.sources.base import import_package
+from maxghost.config.values import import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
@@ -97,7 +97,7 @@ def load_tokenizer(kind: str, path: str = "") -> Tokenizer:
   load, wanted = _KINDS[kind]
   if not path:
     raise ConfigError(f"tokenizer_type={kind} needs tokenizer_path, {wanted}")
-  return load(path)
+  return load(os.path.expanduser(path))
 
 
 def check_specials(tokenizer: Tokenizer, add_bos: bool, add_eos: bool) -> None:

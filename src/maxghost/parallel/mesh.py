@@ -21,7 +21,7 @@ def group_sizes(cfg: ParallelConfig, group: str) -> dict[str, int]:
   return {axis: getattr(cfg, f"{group}_{axis}_parallelism") for axis in MESH_AXES}
 
 
-def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, int]:
+def fill(group: str, sizes: dict[str, int], total: int, what: str, apart: bool = False) -> dict[str, int]:
   """The sizes with -1 replaced so that their product is the `total` of `what`. Raises ConfigError with what works."""
   open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
   given = {axis: size for axis, size in sizes.items() if size != -1}
@@ -30,11 +30,12 @@ def fill(group: str, sizes: dict[str, int], total: int, what: str) -> dict[str, 
     return sizes | {open_axis: total // product}
   if product == total:
     return sizes
-  raise _misfit(group, given, total, what, open_axis is not None)
+  raise _misfit(group, given, total, what, open_axis is not None, apart)
 
 
-def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bool) -> ConfigError:
-  """The error for sizes with another product than the total, with up to three changes of one key that correct it."""
+def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bool, apart: bool) -> ConfigError:
+  """The error for sizes with another product than the total, with up to three changes of one key that correct it.
+  apart: with DiLoCo, which takes no single slice along axis data."""
   product = math.prod(given.values())
   shown = " x ".join(f"{group}_{axis}_parallelism={size}" for axis, size in given.items() if size > 1) or "1"
   relation = "does not divide" if filled else "is not"
@@ -42,12 +43,14 @@ def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bo
   ways = []
   for axis, size in sorted(given.items(), key=lambda item: -item[1]):
     rest, left = divmod(total, product // size)
-    if size > 1 and not left:
-      near = min(divisors(rest) if filled else [rest], key=lambda n: (abs(n - size), n))
+    fits = [n for n in (divisors(rest) if filled else [rest]) if n > 1 or not apart or axis != "data"]
+    if size > 1 and not left and fits:
+      near = min(fits, key=lambda n: (abs(n - size), n))
       ways.append(f"{group}_{axis}_parallelism={near}")
   largest = max(given, key=lambda axis: given[axis])
-  if not filled and total % (product // given[largest]) == 0:
+  if not filled and not (apart and largest == "data") and total % (product // given[largest]) == 0:
     ways.append(f"{group}_{largest}_parallelism=-1, which takes what is left")
+  ways += ["enable_diloco=false"] if apart else []
   ways = ways or [f"{group}_{next(iter(given))}_parallelism=1 for each key but one, and -1 there"]
   return ConfigError(f"{named} {relation} the {total} {what}; use {', or '.join(ways[:3])}")
 
@@ -61,9 +64,9 @@ def num_slices(cfg: ParallelConfig, devices: Sequence) -> int:
 
 def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[dict[str, int], dict[str, int]]:
   """(ici sizes, dcn sizes) by mesh axis, in its order. Raises ConfigError for a wrong product."""
-  dcn = fill("dcn", group_sizes(cfg, "dcn"), slices, f"slice{'s' if slices > 1 else ''}")
+  dcn = fill("dcn", group_sizes(cfg, "dcn"), slices, f"slice{'s' if slices > 1 else ''}", cfg.enable_diloco)
   if num_devices % slices:
-    raise _misfit("dcn", dcn, num_devices, "devices", filled=True)
+    raise _misfit("dcn", dcn, num_devices, "devices", filled=True, apart=cfg.enable_diloco)
   per_slice = num_devices // slices
   where = f"device{'s' if per_slice > 1 else ''}{' of each slice' if slices > 1 else ''}"
   ici = fill("ici", group_sizes(cfg, "ici"), per_slice, where)

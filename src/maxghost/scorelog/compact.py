@@ -81,9 +81,11 @@ def _groups(shards: list[Shard], rows_per_file: int) -> list[list[Shard]]:
 
 
 def _follows(shard: Shard, last: Shard) -> bool:
+  """Whether one header can stand for both files, and no step is missing between them."""
+  names = ("process_index", "fields", "fingerprint", "direction")
+  same = all(shard.meta.get(name) == last.meta.get(name) for name in names)
   layouts = [part and part.layout for part in (last.modules, shard.modules)]
-  same = shard.process_index == last.process_index and shard.fields == last.fields
-  return same and shard.before[1] - last.before[1] == last.num_rows and layouts[0] == layouts[1]
+  return same and shard.before == last.after and layouts[0] == layouts[1]
 
 
 def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:

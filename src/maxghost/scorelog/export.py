@@ -6,29 +6,19 @@ Per-set columns are called `contribution` for one validation set and `contributi
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
-from maxghost.scorelog.format import TEXTS, columns_of
+from maxghost.config.values import import_package
+from maxghost.scorelog.format import TEXTS, columns_of, for_others
 from maxghost.scorelog.reader import ScoreLog
-
-
-def import_pyarrow(what: str) -> tuple[Any, Any]:
-  """(pyarrow, pyarrow.parquet). Raises ConfigError that names the extra."""
-  try:
-    import pyarrow
-    import pyarrow.parquet
-  except ImportError as error:
-    raise ConfigError(f"{what} needs pyarrow: pip install 'maxghost[scores]'") from error
-  return pyarrow, pyarrow.parquet
 
 
 def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   """Writes the log, rows in bounded memory, texts dictionary-encoded; returns the files. Raises ConfigError."""
-  pa, parquet = import_pyarrow("--export parquet")
+  pa, parquet = (import_package(name, "--export parquet", "scores") for name in ("pyarrow", "pyarrow.parquet"))
   about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
   metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}
   steps = iter([columns_of(log.steps, log.val_sets)])
@@ -54,7 +44,7 @@ def _row_tables(pa, log: ScoreLog) -> Iterator[dict]:
   for shard, rows in log.blocks():
     columns = log.columns_of(rows)
     for name in (*TEXTS, *log.fields):
-      texts = pa.array(shard.texts(name).tolist(), pa.string())
+      texts = pa.array(for_others(shard.texts(name)), pa.string())
       columns[name] = pa.DictionaryArray.from_arrays(pa.array(columns[name]), texts)
     yield columns
 

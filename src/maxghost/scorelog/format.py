@@ -93,6 +93,11 @@ def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarr
   return columns
 
 
+def for_others(texts: np.ndarray) -> list[str]:
+  """Texts for other programs, which take UTF-8 alone: what is none, as names of files may be, becomes `?`."""
+  return [text.encode("utf-8", errors="replace").decode() for text in texts.tolist()]
+
+
 def frame(library: str, columns: Mapping[str, Any]) -> Any:
   """Columns as a DataFrame of pandas or polars. Raises ConfigError where it is not installed."""
   try:

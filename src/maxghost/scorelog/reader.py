@@ -119,22 +119,23 @@ class ScoreLog:
   def __init__(self, run_dir: Path, shards: list[Shard], accept_lost_rows: bool):
     self.run_dir, self.shards, self.accept_lost_rows = run_dir, shards, accept_lost_rows
     self.messages: list[str] = []
-    self.val_sets, self.objective = shards[0].val_sets, shards[0].objective
+    self.val_sets, self.objective, self.parts = shards[0].val_sets, shards[0].objective, shards[0].parts
     for shard in shards:
-      if (shard.val_sets, shard.objective) != (self.val_sets, self.objective):
-        found = f"objective {shard.objective}, validation sets {', '.join(shard.val_sets)}"
-        first = f"{shards[0].path.name} has {self.objective}, {', '.join(self.val_sets)}"
+      if (shard.val_sets, shard.objective, shard.parts) != (self.val_sets, self.objective, self.parts):
+        found = f"objective {shard.objective}, validation sets {', '.join((*shard.val_sets, *shard.parts))}"
+        first = f"{shards[0].path.name} has {self.objective}, {', '.join((*self.val_sets, *self.parts))}"
         raise ConfigError(f"{shard.path.name}: {found}, but {first}; the files are of different runs")
     self.ledger = tuple(dict.fromkeys(name for shard in shards for name in shard.ledger))
     self.units = fmt.units(self.ledger)
     self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
     if partial := sorted({name for shard in shards for name in shard.fields} - set(self.fields)):
       self.messages.append(f"only some of the score files have the documents' {', '.join(partial)}")
-    self.parts, self.num_rows = shards[0].parts, sum(shard.num_rows for shard in shards)
+    self.num_rows = sum(shard.num_rows for shard in shards)
     self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
   def __repr__(self) -> str:
-    steps = f"steps 0 to {max(shard.last_step for shard in self.shards)}, against {', '.join(self.val_sets)}"
+    first, last = min(shard.first_step for shard in self.shards), max(shard.last_step for shard in self.shards)
+    steps = f"steps {first} to {last}, against {', '.join(self.val_sets)}"
     return f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of {steps}; {list(self.columns)})"
 
   def to_pandas(self) -> Any:
@@ -149,7 +150,7 @@ class ScoreLog:
     """Every column of all rows, texts written out."""
     parts = []
     for shard, rows in self.blocks():
-      texts = {name: shard.texts(name)[rows[name]] for name in (*fmt.TEXTS, *self.fields)}
+      texts = {name: np.array(fmt.for_others(shard.texts(name)))[rows[name]] for name in (*fmt.TEXTS, *self.fields)}
       parts.append(self.columns_of(rows) | texts)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 

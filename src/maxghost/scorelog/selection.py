@@ -53,17 +53,21 @@ def restore(folder: Path, completed_steps: int) -> None:
 
 
 def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.ndarray:
-  """bool[rows of the score log]: whether the row's document was trained on in that step. steps: i8[rows], of each row
-  of the log. wanted: {step: CRC-32 of its line}; other lines are left out; empty: none is. Raises ConfigError for a run
-  without selection, and where the score log holds other rows than were selected from."""
+  """bool[rows of the score log]: whether the row's document was trained on in that step.
+
+  steps: i8[rows], the step of each row of the log. wanted: {step: CRC-32 of its line}; lines with another checksum are
+  ignored, but none is where `wanted` is empty. Raises ConfigError for a run without selection, and where the score log
+  holds other rows than were selected from.
+  """
   path = folder / FILE
   if not path.is_file():
     raise ConfigError(f"{folder}: no {FILE}; the run was not trained with ghost_select")
   starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))  # of the runs of equal steps
   counts, out = np.diff(starts, append=len(steps)), np.zeros(len(steps), bool)
+  known = frozenset(wanted.values())
   runs = {step: (first, count) for step, first, count in zip(steps[starts], starts, counts, strict=True)}
   for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-    if wanted and zlib.crc32(line) not in wanted.values():
+    if known and zlib.crc32(line) not in known:
       continue
     try:
       entry = json.loads(line)

@@ -201,7 +201,7 @@ class Writer:
       other.restore(None if position is None else {"step": last_step})
     self._last_step, self._restored = last_step, True
     (self.folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
-    kept = []
+    kept: list[Shard] = []
     # Partial files that this process left when it was killed, and files of later steps.
     dropped = [path for path in self.folder.glob(".*.tmp") if fmt.process_of(path.name) == self._process_index]
     for path, step in self._own_files():
@@ -220,18 +220,18 @@ class Writer:
         raise ConfigError(f"{said}; continue with the same sets or under another run_name")
       if shard.last_step > last_step:
         self._write(Interval.load(shard, last_step, self.ledger, self.fields))
-        path = self._path(last_step)
-      kept.append(path)
+        shard = Shard(self._path(last_step))
+      kept.append(shard)
     for path in dropped:
       path.unlink(missing_ok=True)
     if self.folder.is_dir():
       sync(self.folder)
     self._count(kept, position)
 
-  def _count(self, kept: list[Path], position: Mapping[str, int] | None) -> None:
+  def _count(self, kept: list[Shard], position: Mapping[str, int] | None) -> None:
     """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
     found, end, pending = (0, 0), (0, 0), None
-    for shard in drop_covered([Shard(path) for path in dict.fromkeys(kept)]):
+    for shard in drop_covered(kept):
       found, end = (found[0] + len(shard.steps), found[1] + shard.num_rows), shard.after
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:

@@ -68,7 +68,7 @@ def _parsed(place: str, kind: str, raw: bytes) -> Any:
     return utf8(place, 0, raw)
   try:
     return json.loads(raw) if kind == JSON else _parse_example(raw)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise CorruptError(f"{place}: not {kind} as the file's first record is ({error})") from error
 
 
@@ -81,6 +81,8 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
     kind, parse = (JSON, json.loads) if raw[:1] == b"{" else (EXAMPLE, _parse_example)
     try:
       names = tuple(name for name, value in parse(raw).items() if kind == JSON or isinstance(value, bytes))
+    except RecursionError:  # nested too deeply: reported when it is read
+      continue
     except ValueError:
       return TEXT
     columns_of(columns, names, path)

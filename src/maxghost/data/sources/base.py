@@ -1,6 +1,5 @@
 """The interface of a data source: random access to documents by number, and what the reader asks beyond the text."""
 
-import importlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -20,14 +19,22 @@ COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools"),
 
 
 class Kept(tuple[str, ...]):
-  """Columns whose document is a JSON object of those of them that its record has."""
+  """Columns of records that are no plain text: a document is a JSON object of those columns that its record has."""
 
 
 class CorruptError(ValueError):
-  """A document or file cannot be read. The message is one line: the file, the place in it and the reason."""
+  """A document or file cannot be read. The text is one line: the file, the place in it and the reason.
 
-  def __init__(self, message: str):
-    super().__init__(" ".join(message.split()))
+  where: gives the place, where `said` is only the reason. It is called when the text is shown, since to find the line
+  number of a document takes as long as to read the file.
+  """
+
+  def __init__(self, said: str, where: Callable[[], str] | None = None):
+    super().__init__(said, where)
+
+  def __str__(self) -> str:
+    said, where = self.args
+    return " ".join((f"{where()}: {said}" if where else said).split())
 
 
 class Source(Protocol):
@@ -219,12 +226,12 @@ def join_columns(where: Callable[[], str], record: Any, columns: Sequence[str]) 
     if isinstance(value, bytes):
       value = utf8(f"{where()}, column {column}", 0, value).decode("utf-8")
     if not isinstance(value, str):
-      raise CorruptError(f"{where()}: no text in column '{column}'")
+      raise CorruptError(f"no text in column '{column}'", where)
     values.append(value)
   try:
     return "\n".join(values).encode("utf-8")
   except UnicodeEncodeError as error:
-    raise CorruptError(f"{where()}: half of a surrogate pair in the text ({error.reason})") from error
+    raise CorruptError(f"half of a surrogate pair in the text ({error.reason})", where) from error
 
 
 def wanted_fields(asked: Sequence[str]) -> dict[str, str]:
@@ -239,12 +246,3 @@ def as_text(value: Any) -> str:
   if isinstance(value, bytes):
     value = value.decode("utf-8", errors="replace")
   return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
-
-
-def import_package(name: str, user: str, extra: str = "data") -> Any:
-  """An optional package, or a module of it. Raises ConfigError that says what needs it and how to install it."""
-  try:
-    return importlib.import_module(name)
-  except ImportError:
-    package = name.partition(".")[0]
-    raise ConfigError(f"{user} needs the package {package}; install it with: pip install 'maxghost[{extra}]'") from None

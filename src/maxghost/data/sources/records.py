@@ -34,9 +34,12 @@ class Opened:
 
 @dataclass(frozen=True)
 class Shard:
-  """Documents of one domain. name: the path in their ids. Its functions are pickled with it. read: the records of
-  documents, from their offsets, in a source with an index their sizes, and the fields that are asked for; the texts
-  where documents are no more. Raises CorruptError. place: where the document at an offset is, for a message."""
+  """Documents of one domain in one file, split or table. It is pickled with its functions.
+
+  name: the path in the documents' ids. read: gives the records at some offsets; also takes the sizes of the documents
+  (of a source with an index) and the names of the fields to read; raises CorruptError. is_text: `read` gives the texts
+  themselves, not records. place: where the document at an offset is, for a message.
+  """
 
   domain: str
   name: str
@@ -54,8 +57,11 @@ class Shard:
 
 
 class RecordSource(Source):
-  """The documents of all shards, numbered consecutively. A document's offset is its number in the shard. index: offset
-  and size of each document instead (int64[n] each). exact: these sizes are those of the texts."""
+  """The documents of all shards, numbered consecutively.
+
+  index: offset and size of each document (int64[n] each); without it, a document's offset is its number in the shard.
+  exact: whether these sizes are those of the texts.
+  """
 
   def __init__(self, shards: Sequence[Shard], cfg: DataConfig, notes: Sequence[str] = (),
                index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False):  # fmt: skip

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError, DataConfig
+from maxghost.config.values import import_package
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import columns_of, import_package, join_columns, read_all, take, wanted_fields
+from maxghost.data.sources.base import columns_of, join_columns, read_all, take, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import RECORD, Opened, RecordSource, Shard
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
+from maxghost.config.values import import_package
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources import base
 from maxghost.data.sources.files import CorpusFile
@@ -88,7 +89,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
 
 
 def _by_domain(label: str, read: Callable | None, offsets: np.ndarray, sizes: np.ndarray) -> dict[str, np.ndarray]:
-  """Which documents are of which domain, by the field `domain` of their records; of `label` without one."""
+  """{domain: numbers of its documents}. The field `domain` of a record names the domain; without one it is `label`."""
   if read is None or not len(offsets):
     return {label: np.arange(len(offsets))}
   found: dict[str, list[int]] = {}
@@ -103,7 +104,8 @@ def _by_domain(label: str, read: Callable | None, offsets: np.ndarray, sizes: np
 def _place(opened: Opened, path: str, kind: str, offset: int) -> str:
   if kind == PARQUET:
     return f"{path}, row {offset}"
-  line = 1 + _bytes(opened, path, 0, offset).count(b"\n")
+  parts = (_bytes(opened, path, n, min(_LINES_BYTES, offset - n)) for n in range(0, offset, _LINES_BYTES))
+  line = 1 + sum(part.count(b"\n") for part in parts)
   return f"{path} at byte {offset}, line {line}"
 
 
@@ -127,7 +129,7 @@ class _File(io.FileIO):
 
 def _open(path: str) -> _File | bytes:
   """A file, or the text in a compressed one."""
-  pyarrow = base.import_package("pyarrow", path) if path.endswith(".zst") else None
+  pyarrow = import_package("pyarrow", path) if path.endswith(".zst") else None
   try:
     if not path.endswith(_PACKED):
       return _File(path)
@@ -173,13 +175,18 @@ def _read_text(opened: Opened, path: str, kind: str, offsets: list, sizes: list,
     try:
       record = json.loads(raw)
     except (ValueError, RecursionError) as error:
-      raise base.CorruptError(f"{_place(opened, path, JSONL, offset)}: not a line of JSON ({error})") from error
+      where = functools.partial(_place, opened, path, JSONL, offset)
+      raise base.CorruptError(f"not a line of JSON ({error})", where) from error
     yield record if isinstance(record, dict) else {}
 
 
 def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
   file = opened.get(path)  # this reference keeps it open
-  raw = file[offset : offset + size] if isinstance(file, bytes) else os.pread(file.fileno(), size, offset)
+  raw = file[offset : offset + size] if isinstance(file, bytes) else b""
+  while len(raw) < size and not isinstance(file, bytes):  # one call gives at most 2 GiB
+    if not (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
+      break
+    raw += more
   if len(raw) < size:
     raise base.CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
   return raw
@@ -190,7 +197,7 @@ class _Parquet:
   one as Python values, for rows that are read in order."""
 
   def __init__(self, num_groups: int, path: str):
-    parquet = base.import_package("pyarrow.parquet", path)
+    parquet = import_package("pyarrow.parquet", path)
     try:
       self.file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and more
@@ -230,7 +237,7 @@ def _index_rows(tables: tuple, path: str, _: str, columns: tuple[str, ...]) -> t
 
 
 def _read_rows(tables: tuple, path: str, columns: tuple, offsets: list, _: list, names: tuple) -> list[dict]:
-  """tables: to read the texts' `columns` from, which are asked for in order, and other fields."""
+  """tables: two caches of open files, for the texts' `columns`, which are read in order, and for other fields."""
   opened = tables[names != columns]
   with opened.lock:
     parquet = opened.get(path)
