@@ -12,7 +12,7 @@ from typing import Any
 
 from maxghost import attribute, config, generate
 from maxghost.config import Config, ConfigError
-from maxghost.config.arguments import Parser
+from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
 from maxghost.interop import model_path
 from maxghost.scores import PIPE_WIDTH
@@ -41,9 +41,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
   parser.set_defaults(cache=0)  # of `generate.cache_size`: as needed
   args = parser.parse(argv)
-  for name in ("top", "token", "max_new_tokens"):
-    if (value := getattr(args, name)) is not None and value < 1:
-      raise ConfigError(f"--{name} {value}: at least 1")
+  parser.check(args, top=1, token=1, max_new_tokens=1)
+  parser.check(args, SEEDS[1], seed=SEEDS[0])
   for name, text in (("the question", args.question), ("--answer", args.answer)):
     if text == "":
       raise ConfigError(f"{name} is empty; write something")
@@ -109,11 +108,12 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   """Ids of the prompt and of the answer, which is generated unless it is given."""
   from maxghost import load_model
   from maxghost.serving import Generator, Sampling
+  from maxghost.serving.samples import utf8
 
   place, _ = load_model.find(path)
   (prompt_ids,), stop_ids = generate.encoded([args.question], cfg.records == "conversations", cfg, tokenizer, place)
   if args.answer is not None:
-    return prompt_ids, tokenizer.encode([args.answer.encode()])[0].tolist()
+    return prompt_ids, tokenizer.encode([utf8(args.answer, "--answer")])[0].tolist()
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
   size, sampling = generate.cache_size(args, cfg, len(prompt_ids)), Sampling(args.temperature)
   generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))

@@ -56,12 +56,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   args = parser.parse(argv)
   refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
   refuse_unknown(f"--method {args.method}: unknown", args.method, ("", *METHODS))
-  if args.method and not args.index:
-    raise ConfigError(f"--method {args.method} works on an index: give --index DIR")
+  for name in ("method", "order", "directions") if not args.index else ():
+    if name in parser.given(args):
+      raise ConfigError(f"--{name} {getattr(args, name)} works on an index: give --index DIR")
   fewest = 2 if args.method != "less" or args.directions else 0
-  for name, least in (("directions", fewest), ("rows", 1), ("query_rows", 1), ("top", 1)):
-    if (value := getattr(args, name)) is not None and value < least:
-      raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {least}")
+  parser.check(args, directions=fewest, rows=1, query_rows=1, top=1)
   if not args.index and not (args.data and args.queries and args.output):
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")
@@ -97,6 +96,8 @@ def main(argv: list[str] | None = None) -> int:
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
   if corpus is None and args.data:
     corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records)
+  if corpus is not None and next(corpus.batches(1), None) is None:
+    raise ConfigError(f"--data {' '.join(args.data)}: these documents hold no text to score")
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
@@ -260,10 +261,10 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
     if folder.is_dir():
       if not (found := {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}):
         raise ConfigError(f"{path}: no checkpoint in {folder}")
-    elif path.is_dir() and path.name.isdecimal():
-      run, found = run.parents[1], {int(path.name): path}
     elif (path / "config.yml").is_file():
       found = {0: path}
+    elif path.is_dir() and run.name.isdecimal():
+      run, found = run.parents[1], {int(run.name): path}
     else:
       what = "is not a checkpoint (<run>/checkpoints/<step>) or a run" if path.exists() else "does not exist"
       raise ConfigError(f"{path} {what}")

@@ -264,6 +264,7 @@ def log_of(run):
     ((".", ""), "the question is empty"),
     ((".", "q", "--answer", ""), "--answer is empty"),
     ((".", "q", "--top", "0"), "--top 0: at least 1"),
+    ((".", "q", "--seed", str(-1 << 64)), "--seed -18446744073709551616: at least"),
     ((".", "q", "--answr", "x"), "did you mean '--answer'"),
     (("absent", "q"), "does not exist"),
   ],

@@ -246,6 +246,7 @@ def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
 @pytest.mark.parametrize(
   ("argv", "said"),
   [
+    ("report . --port 80", "--port 80 is of the page that --watch serves"),
     ("data shwo", "invalid choice: 'shwo'"),
     ("data show steps=1 --naer", "unknown argument '--naer'"),
     ("data duplicates --naer", "unknown argument '--naer'; did you mean '--near'?"),
@@ -254,11 +255,15 @@ def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
     ("checkpoint frob", "unknown tool 'frob'; there are convert, compare, inspect, rescale, quantize, hf"),
     ("checkpoint convert --source_path a --target_path b --directoin auto", "did you mean '--direction'?"),
     ("checkpoint compare a", "the following arguments are required: B"),
-    ("checkpoint hf export a b --shard_mb x", "argument --shard_mb: invalid float value: 'x'"),
+    ("checkpoint hf export a b --shard_mb x", "argument --shard_mb: invalid megabytes value: 'x'"),
+    ("checkpoint hf import a b --ram_mb inf", "argument --ram_mb: inf: a number of megabytes above 0"),
+    ("checkpoint quantize a b --quantization int8w --ram_mb nan", "nan: a number of megabytes above 0"),
+    ("checkpoint convert --source_path a --target_path b --ram_mb -1", "-1: a number of megabytes above 0"),
+    ("checkpoint convert --source_path a --target_path b --layer_period -1", "--layer_period -1: at least 0"),
     ("checkpoint inspect \x1b[2J\u202e", r"there is no checkpoint folder \x1b[2J\u202e"),
   ],
 )
-def test_mistakes_with_data_and_checkpoint_are_one_line(argv, said, capsys):
+def test_mistakes_with_arguments_are_one_line(argv, said, capsys):
   assert cli.main(argv.split(" ")) == 2
   error = capsys.readouterr().err
   assert said in error and error.count("\n") == 1 and error.replace("\n", "").isprintable()

@@ -116,6 +116,8 @@ def build_index(
       places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_BS[kept_BS], strict=True)
       documents += batch.document_BS[kept_BS].tolist()
       ids += [[*corpus.document_id(number), int(chunk), int(tokens)] for number, chunk, tokens in places]
+    if not ids:
+      raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
     names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
   np.savez(folder / "step.npz", allow_pickle=False, **step_batch)

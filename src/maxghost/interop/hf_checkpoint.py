@@ -14,7 +14,7 @@ from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
-from maxghost.config.arguments import Parser
+from maxghost.config.arguments import Parser, megabytes
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
@@ -131,23 +131,24 @@ def main(argv: Sequence[str] | None = None) -> int:
   out = verbs.add_parser("export", help="a checkpoint into a folder that transformers loads")
   out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
   out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")
-  out.add_argument("--shard_mb", type=float, default=_SHARD_BYTES / 1e6, help="largest file")
+  shards = {"dest": "shard_bytes", "type": megabytes, "default": _SHARD_BYTES, "metavar": "MB"}
+  out.add_argument("--shard_mb", help="largest file", **shards)
   out.add_argument("--adapter", default="", help="LoRA adapter to merge in: a folder of PEFT, or a run with lora_rank")
   adapter = verbs.add_parser("adapter", help="the LoRA adapter of a run into a folder that PEFT loads")
   adapter.add_argument("source", metavar="RUN", help="a run with lora_rank, or a step of it")
   for verb in (into, out, adapter):
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
-    verb.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory for arrays")
+    memory = {"dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB"}
+    verb.add_argument("--ram_mb", help="host memory for arrays", **memory)
   args = parser.parse(argv)
-  ram_bytes = int(args.ram_mb * 1e6)
   if args.verb == "import":
-    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
+    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=args.ram_bytes)
   elif args.verb == "adapter":
     cfg = model_path.find(args.source).config or config.Config()
     settings, arrays = merge.open_adapter(args.source, cfg.model)
     peft.save_adapter(args.target, cfg.model, settings, arrays, base=cfg.checkpoint.given)
     print(f"written {args.target}: {len(arrays)} arrays of rank {settings.rank}")
   else:
-    cfg, shard_bytes = config.load(args.config) if args.config else None, int(args.shard_mb * 1e6)
-    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=shard_bytes, ram_bytes=ram_bytes)
+    cfg, sizes = config.load(args.config) if args.config else None, (args.shard_bytes, args.ram_bytes)
+    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=sizes[0], ram_bytes=sizes[1])
   return 0

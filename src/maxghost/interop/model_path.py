@@ -28,11 +28,15 @@ class ModelPlace:
   config_file: Path | None
 
   def stop_ids(self) -> set[int]:
-    """Tokens that end a text as generation_config.json or config.json names them; chat models have several."""
-    folder = self.config_file.parent if self.config_file else self.tree
-    files = (place / "generation_config.json" for place in (folder, folder / tokenizer_files.FOLDER))
-    found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
-    return {number for ids in found for number in (ids if isinstance(ids, list) else [ids]) if number is not None}
+    """Tokens that end a text, by generation_config.json; chat models have several. Raises LayoutError."""
+    folder, found = self.config_file.parent if self.config_file else self.tree, set()
+    for file in (place / "generation_config.json" for place in (folder, folder / tokenizer_files.FOLDER)):
+      ids = read_json(file).get("eos_token_id") if file.is_file() else None
+      numbers = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+      if wrong := [number for number in numbers if type(number) is not int or abs(number) >= 2**31]:
+        raise LayoutError(f"{file}: eos_token_id={wrong[0]!r:.60} is no token id")
+      found.update(numbers)
+    return found
 
 
 def find(path: str | Path, key: str = "") -> ModelPlace:

@@ -16,7 +16,7 @@ from maxghost import config
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED, blocks_of
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
-from maxghost.config.arguments import Parser
+from maxghost.config.arguments import Parser, megabytes
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import WEIGHTS_ONLY, ModelConfig
 from maxghost.config.values import guarded
@@ -152,8 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
   parser.add_argument("--quantization", choices=WEIGHTS_ONLY, required=True)
   parser.add_argument("--config", help="config.yml of the model, where none lies beside it")
-  parser.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory beside one matrix")
+  memory = {"dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB"}
+  parser.add_argument("--ram_mb", help="host memory beside one matrix", **memory)
   args = parser.parse(argv)
   cfg = config.load(args.config) if args.config else None
-  quantize_checkpoint(args.source, args.target, args.quantization, cfg=cfg, ram_bytes=int(args.ram_mb * 1e6))
+  quantize_checkpoint(args.source, args.target, args.quantization, cfg=cfg, ram_bytes=args.ram_bytes)
   return 0
