@@ -68,9 +68,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raise ConfigError("--index needs --data to write the index, or --queries to query it")
   if args.index and args.output and (args.output.is_dir() or not args.queries):
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
+  if args.index and args.data and _holds_others(args.index):
+    raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
   if args.output and args.output.is_dir() and any(args.output.iterdir()):
     raise ConfigError(f"--output {args.output} is not empty; give a new folder")
   return args
+
+
+def _holds_others(folder: Path) -> bool:
+  """Whether a folder, such as that of a run, has files but no sketches; an index would overwrite its config.yml."""
+  if not folder.is_dir():
+    return folder.exists()
+  return any(folder.iterdir()) and not any(folder.glob("sketch_*.npy"))
 
 
 @guarded("maxghost")

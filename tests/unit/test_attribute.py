@@ -395,6 +395,8 @@ def test_an_index_of_other_checkpoints_is_refused(tmp_path):
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "full"], "is not empty"),
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "out", "--order", "nats"], "--order nats works on"),
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "o", "--directions", "8"], "--directions 8 works on an"),
+    (["run", "--data", "a=b", "--index", "run"], "--index run holds something else than an index"),
+    (["run", "--data", "a=b", "--index", "run/config.yml"], "holds something else than an index"),
     (["run", "--queris", "a=b"], "did you mean '--queries'"),
     (["run", "--index", "i", "--queries", "a=b", "--directions", "1"], "at least 2"),
     (["empty", "--index", "i", "--queries", "a=b"], "no checkpoint in"),
