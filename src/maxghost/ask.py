@@ -15,7 +15,6 @@ from maxghost.config import Config, ConfigError
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
 from maxghost.interop import model_path
-from maxghost.scores import PIPE_WIDTH
 
 EXAMPLES = """\
 examples:
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
   args = parse(argv)
   run_dir, cfg, paths, index = opened(args.run, args.index)
-  from rich.console import Console
+  from maxghost.attribution.output import console
 
   sources = open_sources(run_dir, cfg, paths, index)
   prompt_ids, answer_ids = _answer(args, cfg, next(reversed(paths.values())), sources.tokenizer)
@@ -66,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
   for note in found["notes"]:
     print(printable(f"maxghost: note: {note}"), file=sys.stderr)
-  _show(args, found, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False))
+  with console() as shown:
+    _show(args, found, shown)
   return 0
 
 

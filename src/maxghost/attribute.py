@@ -19,7 +19,6 @@ from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, printable, shown
 from maxghost.interop import model_path
-from maxghost.scores import PIPE_WIDTH
 
 EXAMPLES = """\
 examples:
@@ -163,8 +162,6 @@ def has_optimizer(path: Path) -> bool:
 
 
 def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, step_rows: int, run_cfg: Config) -> int:
-  from rich.console import Console
-
   from maxghost import attribution, scorelog
   from maxghost.attribution import offline, output
   from maxghost.attribution.query import Query, ask
@@ -183,10 +180,10 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
   print(f"scored {count:,} chunks against {against}: {args.output}")
   log = attribution.load(args.output)
-  console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
   for name in queries:
     print(f"\nmost helpful for '{name}': {offline.UNIT}")
-    output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
+    with output.console() as console:
+      output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
   print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))} --text")
   return 0
 

@@ -38,8 +38,6 @@ def main(argv: list[str] | None = None) -> int:
 
     live.serve(live.LiveServer(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows))
     return 0
-  from rich.console import Console
-
   from maxghost.attribution import html, output, terminal
   from maxghost.attribution.summary import summarize
   from maxghost.attribution.texts import Source
@@ -49,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
   summary = summarize(log, args.documents, source)
   path = args.output or args.run_dir / "report.html"
   output.write_output(path, html.render(summary))
-  terminal.show(summary, Console())
+  with output.console(pipe_width=None) as console:
+    terminal.show(summary, console)
   print(f"\nreport: {path}")
   return 0
 

@@ -1,7 +1,7 @@
 """`maxghost scores RUN_DIR --by domain|document|source|step|layer|module`: totals of the score log, best and worst."""
 
 import argparse
-import io
+import functools
 import json
 import math
 import re
@@ -21,7 +21,6 @@ FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows
 SHOWN = 20
 DOCUMENT = ("domain", "path", "offset")
 _KEYS = {"id": ("id",), "document": DOCUMENT}  # by which dataset_exclude_file and dataset_include_file know documents
-PIPE_WIDTH = 160
 _GROUPS = ("by", "where", "sort", "set", "scale", "output")
 # What else is read with an argument that asks for something else than a table.
 _READ_WITH = {
@@ -93,8 +92,6 @@ def _check_together(parser: Parser, args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
   args = parse(argv)
-  from rich.console import Console
-
   from maxghost.attribution import output, query
 
   if args.compact:
@@ -129,16 +126,16 @@ def main(argv: list[str] | None = None) -> int:
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
     return 0
-  text = io.StringIO()
-  if args.format == "table":
-    on_terminal = args.output is None and sys.stdout.isatty()
-    output.show(answer, Console(width=None) if on_terminal else Console(file=text, width=PIPE_WIDTH))
-  else:
-    text.write(output.as_json(answer, args.by) if args.format == "json" else output.as_csv(answer))
+  if args.format == "table" and args.output is None:
+    with output.console() as console:
+      output.show(answer, console)
+    return 0
+  as_text = {"table": output.as_table, "json": functools.partial(output.as_json, by=args.by), "csv": output.as_csv}
+  text = as_text[args.format](answer)
   if args.output is None:  # what a file or another program gets stays exact
-    sys.stdout.write(printable(text.getvalue()) if sys.stdout.isatty() else text.getvalue())
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
   else:
-    output.write_output(args.output, text.getvalue())
+    output.write_output(args.output, text)
   return 0
 
 
