@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import attribute, config, generate
+from maxghost.attribution.index import CONTRIBUTION, open_index
 from maxghost.config import Config, ConfigError
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
@@ -72,8 +73,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path], Path]:
   """(folder of the run, configuration, checkpoints, folder) of an index of this run. Raises ConfigError."""
-  from maxghost.attribution.index import CONTRIBUTION, open_index
-
   run_dir, given = attribute.resolve([run])
   paths, folder = given.copy(), index or run_dir / "index"
   if not (folder / "index.json").is_file():

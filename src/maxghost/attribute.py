@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
+from maxghost.attribution.index import CONTRIBUTION, LESS, ORDERS, open_index
 from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
@@ -30,8 +31,6 @@ examples:
 DIRECTIONS = 128  # see docs/attribute.md
 SKETCHED_ROWS = 8
 RUN = "run"  # in place of patterns
-ORDERS = ("hybrid", "similarity", "nats")
-METHODS = ("contribution", "less")
 COMPILING = "Compiling, which takes seconds to minutes; then the documents are scored at one checkpoint after the other"
 
 
@@ -54,11 +53,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
   refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
-  refuse_unknown(f"--method {args.method}: unknown", args.method, ("", *METHODS))
+  refuse_unknown(f"--method {args.method}: unknown", args.method, ("", CONTRIBUTION, LESS))
   for name in ("method", "order", "directions") if not args.index else ():
     if name in parser.given(args):
       raise ConfigError(f"--{name} {getattr(args, name)} works on an index: give --index DIR")
-  fewest = 2 if args.method != "less" or args.directions else 0
+  fewest = 2 if args.method != LESS or args.directions else 0
   parser.check(args, directions=fewest, rows=1, query_rows=1, top=1)
   if not args.index and not (args.data and args.queries and args.output):
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     said = "attribute scores texts and conversations by the run's objective, without pairs or a second model"
     raise ConfigError(f"{run_dir} has {' and '.join(named)}; {said}")
   step_rows = rows_per_step(cfg, run_dir)
-  if args.method == "less":
+  if args.method == LESS:
     check_less(cfg, args, paths)
   run_cfg, cfg = cfg, scoring_config(cfg, args, paths)
   from maxghost.attribution.corpus import Corpus
@@ -210,14 +209,14 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
 
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int, run_cfg) -> int:
-  from maxghost.attribution import index, offline
+  from maxghost.attribution import offline
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
 
-  method = args.method or index.CONTRIBUTION
-  if cfg.ghost.curvature == "hessian" and method == index.CONTRIBUTION:
+  method = args.method or CONTRIBUTION
+  if cfg.ghost.curvature == "hessian" and method == CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
-  if cfg.counts_clipping and method == index.CONTRIBUTION:
+  if cfg.counts_clipping and method == CONTRIBUTION:
     problem = "ghost_direction=marginal counts what a document changes of the clipping, which no sketch tells"
     raise ConfigError(f"--index: {problem}; give --direction path, and --data for an index that was written without")
   if corpus is not None:
@@ -228,12 +227,12 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0
-  about = index.open_index(args.index, list(paths))
+  about = open_index(args.index, list(paths))
   written = about["method"]
   if args.method not in ("", written):
     raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
   unit, way = offline.UNIT, f"direction {about['direction']}"
-  if written == index.LESS:
+  if written == LESS:
     unit, way = offline.LESS_UNIT, "LESS"
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
@@ -248,7 +247,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
       print(f"{rank:>6} {number(value, plus=True):>11} ± {number(error, 2):<8} {printable(place)}")
-  by = "its value" if written == index.LESS else args.order
+  by = "its value" if written == LESS else args.order
   print(f"\nranked by {by}; ± is the standard error; = marks ranks by nats that it does not tell apart")
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:

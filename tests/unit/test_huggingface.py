@@ -223,6 +223,13 @@ def test_an_index_of_something_else_than_files_beside_it_is_refused(named, tmp_p
     safetensors_files.open_tensors(tmp_path)
 
 
+def test_an_export_takes_no_configuration_of_another_model(llama, tmp_path):
+  """Shapes tell nothing of the rotation."""
+  cfg = config.replace(model_path.find(llama).config, rope_max_timescale=9.0)
+  with pytest.raises(ConfigError, match=r"--config is another model than .*: they differ in rope_max_timescale"):
+    hf_checkpoint.export_model(llama, tmp_path / "out", cfg=cfg)
+
+
 @pytest.mark.parametrize("ids", ["end", [1, "x"], 1 << 40, 1.5, True, {"a": 1}])
 def test_end_tokens_that_are_no_ids_are_refused(ids, llama):
   (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxghost import config
-from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
+from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
 from maxghost.config.arguments import Parser, megabytes
-from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
@@ -23,6 +21,7 @@ from maxghost.interop import gguf, huggingface, huggingface_config, merge, model
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_target, check_written, new_folder, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.linen_scaling import check_unscaled
 from maxghost.interop.safetensors_files import open_tensors, write_tensors
 
 _SHARD_BYTES = 5_000_000_000
@@ -52,8 +51,7 @@ def import_model(
   raw = huggingface.tree_of(tensors, cfg.model, source)
   checkpoint = read_checkpoint(raw)
   check_target(raw, target)
-  layers, cycle = (SCANNED, cfg.model.inhomogeneous_layer_cycle_interval) if scan_layers else (UNSCANNED, 0)
-  plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
+  plan = make_plan(checkpoint, Target.of(cfg.model))
   say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
   with written(checkpoint, plan, target, has_level=True, params_only=True, ram_bytes=ram_bytes) as temporary:
     tokenizer = temporary / tokenizer_files.FOLDER
@@ -79,15 +77,11 @@ def export_model(
   """
   place = model_path.find(source)
   model_path.check_whole(place, "an export")
-  cfg = cfg or place.config
-  if cfg is None:
-    raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
+  cfg = model_path.configured(place, source, cfg)
   raw = open_tree(place.tree)
   raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  if checkpoint.values_from == "maxtext" and FAMILIES[cfg.model.decoder_block].maxtext_scales_queries is not False:
-    said = f"{source} holds query weights as MaxText wants them"
-    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to maxghost")
+  check_unscaled(checkpoint, cfg.model)
   kept = {leaf: ref for leaf, ref in checkpoint.params.leaves.items() if leaf[0][0] != "mtp_block"}
   if further := len(checkpoint.params.leaves) - len(kept):
     say(f"left out: {further} arrays of multi-token prediction, for which Hugging Face's formats have no place")

@@ -13,6 +13,7 @@ from maxghost.config.values import naming
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
+from maxghost.interop.huggingface_config import differing
 from maxghost.interop.safetensors_files import open_tensors
 
 CONFIG_FILE = "config.yml"
@@ -60,6 +61,16 @@ def find(path: str | Path, key: str = "") -> ModelPlace:
       if (file := candidate / CONFIG_FILE).is_file():
         return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
     return ModelPlace(folder, None, None)
+
+
+def configured(place: ModelPlace, path: str | Path, given: Config | None = None, name: str = "--config") -> Config:
+  """`given`, which `name` gave, or the configuration beside the model at `path`. Raises ConfigError where there is
+  none, and where they are of different models."""
+  if given is None and place.config is None:
+    raise LayoutError(f"{path}: no {CONFIG_FILE} beside it says what model it is; name one with --config")
+  if given and place.config and (unlike := differing(place.config.model, given.model)):
+    raise LayoutError(f"{name} is another model than {path}: they differ in {', '.join(unlike)}")
+  return given or place.config  # pyright: ignore[reportReturnType]
 
 
 def check_whole(place: ModelPlace, what: str) -> None:
