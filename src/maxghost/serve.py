@@ -52,7 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
-  """Exit code 0 behind Ctrl-C or SIGTERM, or 2 for wrong input."""
+  """Exit code 0 after Ctrl-C or SIGTERM, or 2 for wrong input."""
   args = parse(argv)
   from maxghost.data.sources.base import import_package
 
@@ -143,7 +143,7 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
   options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
   options |= {"server_header": False, "timeout_keep_alive": 30, "timeout_graceful_shutdown": int(args.grace) + 5}
   server = Serving(uvicorn.Config(app, **options))
-  for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, and behind it
+  for number in (signal.SIGINT, signal.SIGTERM):  # also before and after uvicorn handles them
     signal.signal(number, server.handle_exit)
   server.run(sockets=[listener])
   served.batcher.close()

@@ -125,7 +125,7 @@ def build_index(
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
   if method == index.CONTRIBUTION:
     places = zip(documents, range(len(ids)), index.spans(ids), strict=True)
-    text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document come one behind the other
+    text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document follow each other
     texts = ((n, text(number)[slice(*span)].decode("utf-8", "replace")) for number, n, span in places)
     names.append(words.write(folder, texts, len(ids)))
   about = {

@@ -31,6 +31,9 @@ _BLOCK_BYTES = 1 << 26
 _COMMIT_BYTES = 64_000_000
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+RAM_ARGUMENT: dict[str, Any] = {
+  "dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB",
+}  # fmt: skip
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 
@@ -280,8 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   wrapped: dict[str, Any] = {"choices": ("yes", "no"), "default": ""}
   add("wrapped", "whether the source's leaves are under `value`; default: told", dest="source_wrapped", **wrapped)
   add("target_wrapped", "the same of the target; default: params yes, others no", dest="wrapped", **wrapped)
-  memory: dict[str, Any] = {"dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB"}
-  add("ram_mb", "host memory for arrays; large ones are moved in blocks", **memory)
+  add("ram_mb", "host memory for arrays; large ones are moved in blocks", **RAM_ARGUMENT)
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
   parsed = parser.parse(argv)

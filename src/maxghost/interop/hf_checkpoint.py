@@ -13,12 +13,12 @@ from pathlib import Path
 from maxghost import config
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
-from maxghost.config.arguments import Parser, megabytes
+from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path, peft
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_target, check_written, new_folder, written
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, check_written, new_folder, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.linen_scaling import check_unscaled
@@ -125,15 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   out = verbs.add_parser("export", help="a checkpoint into a folder that transformers loads")
   out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
   out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")
-  shards = {"dest": "shard_bytes", "type": megabytes, "default": _SHARD_BYTES, "metavar": "MB"}
+  shards = RAM_ARGUMENT | {"dest": "shard_bytes", "default": _SHARD_BYTES}
   out.add_argument("--shard_mb", help="largest file", **shards)
   out.add_argument("--adapter", default="", help="LoRA adapter to merge in: a folder of PEFT, or a run with lora_rank")
   adapter = verbs.add_parser("adapter", help="the LoRA adapter of a run into a folder that PEFT loads")
   adapter.add_argument("source", metavar="RUN", help="a run with lora_rank, or a step of it")
   for verb in (into, out, adapter):
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
-    memory = {"dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB"}
-    verb.add_argument("--ram_mb", help="host memory for arrays", **memory)
+    verb.add_argument("--ram_mb", help="host memory for arrays", **RAM_ARGUMENT)
   args = parser.parse(argv)
   if args.verb == "import":
     import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=args.ram_bytes)
@@ -143,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     peft.save_adapter(args.target, cfg.model, settings, arrays, base=cfg.checkpoint.given)
     print(f"written {args.target}: {len(arrays)} arrays of rank {settings.rank}")
   else:
-    cfg, sizes = config.load(args.config) if args.config else None, (args.shard_bytes, args.ram_bytes)
-    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=sizes[0], ram_bytes=sizes[1])
+    cfg = config.load(args.config) if args.config else None
+    sizes = {"shard_bytes": args.shard_bytes, "ram_bytes": args.ram_bytes}
+    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, **sizes)
   return 0

@@ -16,13 +16,13 @@ from maxghost import config
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_layers import blocks_of
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
-from maxghost.config.arguments import Parser, megabytes
+from maxghost.config.arguments import Parser
 from maxghost.config.schema import WEIGHTS_ONLY, ModelConfig
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import model_path
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_target, written
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.linen_scaling import check_unscaled
@@ -60,7 +60,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
       continue
     own = without_value(path)
     for name in NAMES[held[node][1]]:
-      new = name if own[-1] in ("kernel", "embedding") else f"{own[-1]}_{name}"  # of experts, behind their name
+      new = name if own[-1] in ("kernel", "embedding") else f"{own[-1]}_{name}"  # of experts, after their name
       place = (*own[:-1], new, *path[len(own) :])
       nodes[place] = _part(dataclasses.replace(node, path=place), node, name, *held[node])
   return dataclasses.replace(raw, nodes=nodes)
@@ -148,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
   parser.add_argument("--quantization", choices=WEIGHTS_ONLY, required=True)
   parser.add_argument("--config", help="config.yml of the model, where none lies beside it")
-  memory = {"dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB"}
-  parser.add_argument("--ram_mb", help="host memory beside one matrix", **memory)
+  parser.add_argument("--ram_mb", help="host memory beside one matrix", **RAM_ARGUMENT)
   args = parser.parse(argv)
   cfg = config.load(args.config) if args.config else None
   quantize_checkpoint(args.source, args.target, args.quantization, cfg=cfg, ram_bytes=args.ram_bytes)

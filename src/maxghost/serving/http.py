@@ -1,7 +1,7 @@
 """The HTTP server: OpenAI's completions and chat completions, sources of an answer, metrics, and a page. Starlette.
 
-A request's pieces reach the event loop through one queue, as do its client's leaving and its time limit. However a
-request ends, its jobs are cancelled behind it, so that no slot is held for nobody.
+The pieces of a request reach the event loop through one queue, as do the client's disconnect and the time limit. When a
+request ends, for whatever reason, its jobs are cancelled, so that they free their slots.
 """
 
 import asyncio
@@ -265,7 +265,7 @@ class Answer:
     tops = [[self._token(*one) for one in top.items()] for top in piece.top] or [[] for _ in tokens]
     if self._chat:
       return {"content": [one | {"top_logprobs": top} for one, top in zip(tokens, tops, strict=True)], "refusal": None}
-    offsets = []  # in the text; a token that continues a character begins behind it
+    offsets = []  # in the text; a token that continues a character begins after it
     for token in tokens:
       offsets.append(self._lengths[number])
       self._lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))

@@ -63,7 +63,7 @@ CHAT = _COMMON | {"messages": (list, None), "logprobs": (bool, None), "top_logpr
 CHAT |= {"max_completion_tokens": (int, None, 1)}
 SOURCES = {"model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None)}
 SOURCES |= {"top": (int, 10, 1, 100)}
-# what OpenAI's API has and this server has not, with the value that asks for nothing
+# parameters of OpenAI's API that this server does not offer, with the value that has no effect
 _NEUTRAL = {
   "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
   "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
