@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import attribute, config, generate
+from maxghost.attribution.index import CONTRIBUTION, open_index
 from maxghost.config import Config, ConfigError
-from maxghost.config.arguments import Parser
+from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
 from maxghost.interop import model_path
-from maxghost.scores import PIPE_WIDTH
 
 EXAMPLES = """\
 examples:
@@ -41,9 +41,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
   parser.set_defaults(cache=0)  # of `generate.cache_size`: as needed
   args = parser.parse(argv)
-  for name in ("top", "token", "max_new_tokens"):
-    if (value := getattr(args, name)) is not None and value < 1:
-      raise ConfigError(f"--{name} {value}: at least 1")
+  parser.check(args, top=1, token=1, max_new_tokens=1)
+  parser.check(args, SEEDS[1], seed=SEEDS[0])
   for name, text in (("the question", args.question), ("--answer", args.answer)):
     if text == "":
       raise ConfigError(f"{name} is empty; write something")
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
   args = parse(argv)
   run_dir, cfg, paths, index = opened(args.run, args.index)
-  from rich.console import Console
+  from maxghost.attribution.output import console
 
   sources = open_sources(run_dir, cfg, paths, index)
   prompt_ids, answer_ids = _answer(args, cfg, next(reversed(paths.values())), sources.tokenizer)
@@ -67,14 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
   for note in found["notes"]:
     print(printable(f"maxghost: note: {note}"), file=sys.stderr)
-  _show(args, found, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False))
+  with console() as shown:
+    _show(args, found, shown)
   return 0
 
 
 def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path], Path]:
   """(folder of the run, configuration, checkpoints, folder) of an index of this run. Raises ConfigError."""
-  from maxghost.attribution.index import CONTRIBUTION, open_index
-
   run_dir, given = attribute.resolve([run])
   paths, folder = given.copy(), index or run_dir / "index"
   if not (folder / "index.json").is_file():
@@ -109,11 +107,12 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   """Ids of the prompt and of the answer, which is generated unless it is given."""
   from maxghost import load_model
   from maxghost.serving import Generator, Sampling
+  from maxghost.serving.samples import utf8
 
   place, _ = load_model.find(path)
   (prompt_ids,), stop_ids = generate.encoded([args.question], cfg.records == "conversations", cfg, tokenizer, place)
   if args.answer is not None:
-    return prompt_ids, tokenizer.encode([args.answer.encode()])[0].tolist()
+    return prompt_ids, tokenizer.encode([utf8(args.answer, "--answer")])[0].tolist()
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
   size, sampling = generate.cache_size(args, cfg, len(prompt_ids)), Sampling(args.temperature)
   generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
+from maxghost.attribution.index import CONTRIBUTION, LESS, ORDERS, open_index
 from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, printable, shown
 from maxghost.interop import model_path
-from maxghost.scores import PIPE_WIDTH
 
 EXAMPLES = """\
 examples:
@@ -31,8 +31,6 @@ examples:
 DIRECTIONS = 128  # see docs/attribute.md
 SKETCHED_ROWS = 8
 RUN = "run"  # in place of patterns
-ORDERS = ("hybrid", "similarity", "nats")
-METHODS = ("contribution", "less")
 COMPILING = "Compiling, which takes seconds to minutes; then the documents are scored at one checkpoint after the other"
 
 
@@ -55,13 +53,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
   refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
-  refuse_unknown(f"--method {args.method}: unknown", args.method, ("", *METHODS))
-  if args.method and not args.index:
-    raise ConfigError(f"--method {args.method} works on an index: give --index DIR")
-  fewest = 2 if args.method != "less" or args.directions else 0
-  for name, least in (("directions", fewest), ("rows", 1), ("query_rows", 1), ("top", 1)):
-    if (value := getattr(args, name)) is not None and value < least:
-      raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {least}")
+  refuse_unknown(f"--method {args.method}: unknown", args.method, ("", CONTRIBUTION, LESS))
+  for name in ("method", "order", "directions") if not args.index else ():
+    if name in parser.given(args):
+      raise ConfigError(f"--{name} {getattr(args, name)} works on an index: give --index DIR")
+  fewest = 2 if args.method != LESS or args.directions else 0
+  parser.check(args, directions=fewest, rows=1, query_rows=1, top=1)
   if not args.index and not (args.data and args.queries and args.output):
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")
@@ -69,9 +66,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raise ConfigError("--index needs --data to write the index, or --queries to query it")
   if args.index and args.output and (args.output.is_dir() or not args.queries):
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
+  if args.index and args.data and _holds_others(args.index):
+    raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
   if args.output and args.output.is_dir() and any(args.output.iterdir()):
     raise ConfigError(f"--output {args.output} is not empty; give a new folder")
   return args
+
+
+def _holds_others(folder: Path) -> bool:
+  """Whether a folder, such as that of a run, has files but no sketches; an index would overwrite its config.yml."""
+  if not folder.is_dir():
+    return folder.exists()
+  return any(folder.iterdir()) and not any(folder.glob("sketch_*.npy"))
 
 
 @guarded("maxghost")
@@ -87,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     said = "attribute scores texts and conversations by the run's objective, without pairs or a second model"
     raise ConfigError(f"{run_dir} has {' and '.join(named)}; {said}")
   step_rows = rows_per_step(cfg, run_dir)
-  if args.method == "less":
+  if args.method == LESS:
     check_less(cfg, args, paths)
   run_cfg, cfg = cfg, scoring_config(cfg, args, paths)
   from maxghost.attribution.corpus import Corpus
@@ -97,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
   if corpus is None and args.data:
     corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records)
+  if corpus is not None and next(corpus.batches(1), None) is None:
+    raise ConfigError(f"--data {' '.join(args.data)}: these documents hold no text to score")
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
@@ -153,8 +161,6 @@ def has_optimizer(path: Path) -> bool:
 
 
 def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, step_rows: int, run_cfg: Config) -> int:
-  from rich.console import Console
-
   from maxghost import attribution, scorelog
   from maxghost.attribution import offline, output
   from maxghost.attribution.query import Query, ask
@@ -173,10 +179,10 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
   print(f"scored {count:,} chunks against {against}: {args.output}")
   log = attribution.load(args.output)
-  console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
   for name in queries:
     print(f"\nmost helpful for '{name}': {offline.UNIT}")
-    output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
+    with output.console() as console:
+      output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
   print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))} --text")
   return 0
 
@@ -203,14 +209,14 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
 
 
 def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: dict, step_rows: int, run_cfg) -> int:
-  from maxghost.attribution import index, offline
+  from maxghost.attribution import offline
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
 
-  method = args.method or index.CONTRIBUTION
-  if cfg.ghost.curvature == "hessian" and method == index.CONTRIBUTION:
+  method = args.method or CONTRIBUTION
+  if cfg.ghost.curvature == "hessian" and method == CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
-  if cfg.counts_clipping and method == index.CONTRIBUTION:
+  if cfg.counts_clipping and method == CONTRIBUTION:
     problem = "ghost_direction=marginal counts what a document changes of the clipping, which no sketch tells"
     raise ConfigError(f"--index: {problem}; give --direction path, and --data for an index that was written without")
   if corpus is not None:
@@ -221,12 +227,12 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0
-  about = index.open_index(args.index, list(paths))
+  about = open_index(args.index, list(paths))
   written = about["method"]
   if args.method not in ("", written):
     raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
   unit, way = offline.UNIT, f"direction {about['direction']}"
-  if written == index.LESS:
+  if written == LESS:
     unit, way = offline.LESS_UNIT, "LESS"
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
@@ -241,7 +247,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
       print(f"{rank:>6} {number(value, plus=True):>11} ± {number(error, 2):<8} {printable(place)}")
-  by = "its value" if written == index.LESS else args.order
+  by = "its value" if written == LESS else args.order
   print(f"\nranked by {by}; ± is the standard error; = marks ranks by nats that it does not tell apart")
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
@@ -260,10 +266,10 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
     if folder.is_dir():
       if not (found := {int(entry.name): entry for entry in folder.iterdir() if entry.name.isdecimal()}):
         raise ConfigError(f"{path}: no checkpoint in {folder}")
-    elif path.is_dir() and path.name.isdecimal():
-      run, found = run.parents[1], {int(path.name): path}
     elif (path / "config.yml").is_file():
       found = {0: path}
+    elif path.is_dir() and run.name.isdecimal():
+      run, found = run.parents[1], {int(run.name): path}
     else:
       what = "is not a checkpoint (<run>/checkpoints/<step>) or a run" if path.exists() else "does not exist"
       raise ConfigError(f"{path} {what}")

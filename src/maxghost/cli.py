@@ -5,10 +5,8 @@ A command is a module with `main(argv: list[str] | None = None) -> int`. A comma
 """
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from maxghost import __version__
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
@@ -18,7 +16,7 @@ from maxghost.config.values import guarded
 
 USER_ERROR = ConfigError.exit_code
 
-# verb -> (module, description). Verbs whose module is missing in this installation are not offered.
+# verb -> (module, description); a module is imported when its verb runs.
 VERBS = {
   "train": ("maxghost.train", "train a model and score every training example"),
   "report": ("maxghost.report", "tables and report.html of a run"),
@@ -102,26 +100,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
   return (paths[0] if paths else None), overrides
 
 
-def available_verbs() -> dict[str, tuple[str, str]]:
-  """The verbs whose module exists; imports no module but `maxghost` itself."""
-  return {verb: entry for verb, entry in VERBS.items() if _exists(entry[0])}
-
-
-def _exists(module: str) -> bool:
-  package = module.removesuffix(".__main__")
-  spec = importlib.util.find_spec(package)
-  if spec is None or package == module:
-    return spec is not None
-  return any((Path(folder) / "__main__.py").is_file() for folder in spec.submodule_search_locations or ())
-
-
 @guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """`maxghost VERB ...`: passes the remaining arguments to the verb's module."""
-  arguments, verbs = list(sys.argv[1:] if argv is None else argv), available_verbs()
+  arguments = list(sys.argv[1:] if argv is None else argv)
   if not arguments or arguments[0] in ("-h", "--help", "help"):
-    width = max(map(len, verbs), default=0)
-    lines = (f"  {verb:<{width}}  {about}" for verb, (_, about) in verbs.items())
+    width = max(map(len, VERBS))
+    lines = (f"  {verb:<{width}}  {about}" for verb, (_, about) in VERBS.items())
     print("usage: maxghost COMMAND [...]", "", *lines, sep="\n")
     print("\nmaxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.")
     return 0 if arguments else USER_ERROR
@@ -129,11 +114,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"maxghost {__version__}")
     return 0
   verb, rest = arguments[0], arguments[1:]
-  if verb not in verbs:
-    within = [f"; it is {outer} {verb}" for outer, inner in WITHIN.items() if verb in inner and outer in verbs]
-    hint = (within or [did_you_mean(verb, verbs) or f"; there are {', '.join(verbs)}"])[0]
+  if verb not in VERBS:
+    within = [f"; it is {outer} {verb}" for outer, inner in WITHIN.items() if verb in inner]
+    hint = (within or [did_you_mean(verb, VERBS) or f"; there are {', '.join(VERBS)}"])[0]
     raise ConfigError(f"unknown command '{verb}'{hint}")
-  return importlib.import_module(verbs[verb][0]).main(rest)
+  return importlib.import_module(VERBS[verb][0]).main(rest)
 
 
 if __name__ == "__main__":

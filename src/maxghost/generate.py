@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import Config, ConfigError, did_you_mean
-from maxghost.config.arguments import Parser
+from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import guarded, printable
 
@@ -41,8 +41,8 @@ def from_keys(arguments: list[str]) -> list[str]:
     raise ConfigError(f"{name!r} is not a key of generate{hint}; it reads {', '.join(known)}")
   if not given.get("load_parameters_path"):
     raise ConfigError("load_parameters_path is missing: the run, checkpoint or folder of the model to generate with")
-  flags = [part for name, value in given.items() if name in KEYS for part in (KEYS[name], value)]
-  return [given["load_parameters_path"], *flags, *(("--otherwise", typed[0]) if typed else ())]
+  flags = [f"{KEYS[name]}={value}" for name, value in given.items() if name in KEYS]
+  return [given["load_parameters_path"], *flags, *(f"--otherwise={path}" for path in typed)]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -74,6 +74,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
   typed = list(sys.argv[1:] if argv is None else argv)
   args = parser.parse(flags := from_keys(typed))
+  parser.check(args, max_new_tokens=1, cache=0)
+  parser.check(args, SEEDS[1], seed=SEEDS[0])
   args.key = "" if flags is typed else "load_parameters_path"
   return args
 
@@ -115,14 +117,14 @@ def main(argv: list[str] | None = None) -> int:
 def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer, place) -> tuple[list[list[int]], set[int]]:
   """(ids of each prompt, ids that end what is generated). chat: they are questions of a user. Raises ConfigError."""
   from maxghost.data.conversations import Rendering
-  from maxghost.serving.samples import encode
+  from maxghost.serving.samples import encode, utf8
 
   stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
   if not chat:
     return encode(texts, tokenizer, cfg), stop_ids
   rendering = Rendering.of(cfg.data, tokenizer)
   try:
-    return [rendering.prompt(text) for text in texts], stop_ids | rendering.end_ids()
+    return [rendering.prompt(utf8(text).decode()) for text in texts], stop_ids | rendering.end_ids()
   except ValueError as error:  # of the template
     raise ConfigError(str(error)) from error
 
@@ -134,8 +136,6 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
   if not (texts := [*args.prompt, *lines]):
     raise ConfigError('no prompt: give --prompt "some text", or --prompts FILE')
-  if args.max_new_tokens < 1:
-    raise ConfigError(f"--max_new_tokens {args.max_new_tokens}: at least 1")
   return texts
 
 

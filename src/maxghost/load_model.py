@@ -28,12 +28,8 @@ def find(path: str | Path, config_file: str | None = None, otherwise: str | None
   place = model_path.find(path, key)
   if config_file is None and place.config is None:
     config_file = otherwise
-  cfg = config.load(config_file) if config_file else place.config
-  if cfg is None:
-    raise ConfigError(f"{path}: no config.yml beside it says what model it is; name one with --config")
-  if config_file and place.config and (unlike := differing(place.config.model, cfg.model)):
-    raise ConfigError(f"--config {config_file} is another model than {path}: they differ in {', '.join(unlike)}")
-  return place, config.replace(cfg, **changes)
+  given = config.load(config_file) if config_file else None
+  return place, config.replace(model_path.configured(place, path, given, f"--config {config_file}"), **changes)
 
 
 def layout_of(cfg: Config) -> Any:

@@ -21,10 +21,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--watch", action="store_true", help="serve the page on this machine and renew it during training")
   add("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
   args = parser.parse(argv)
-  if args.documents < 0:
-    raise ConfigError(f"--documents={args.documents}: at least 0")
+  parser.check(args, documents=0, port=0)
   if args.watch and args.output is not None:
     raise ConfigError("--output is for the written page; --watch writes none")
+  if args.port and not args.watch:
+    raise ConfigError(f"--port {args.port} is of the page that --watch serves; give --watch, or leave it out")
   return args
 
 
@@ -37,8 +38,6 @@ def main(argv: list[str] | None = None) -> int:
 
     live.serve(live.LiveServer(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows))
     return 0
-  from rich.console import Console
-
   from maxghost.attribution import html, output, terminal
   from maxghost.attribution.summary import summarize
   from maxghost.attribution.texts import Source
@@ -48,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
   summary = summarize(log, args.documents, source)
   path = args.output or args.run_dir / "report.html"
   output.write_output(path, html.render(summary))
-  terminal.show(summary, Console())
+  with output.console(pipe_width=None) as console:
+    terminal.show(summary, console)
   print(f"\nreport: {path}")
   return 0
 

@@ -1,7 +1,7 @@
 """`maxghost scores RUN_DIR --by domain|document|source|step|layer|module`: totals of the score log, best and worst."""
 
 import argparse
-import io
+import functools
 import json
 import math
 import re
@@ -20,7 +20,12 @@ FORMATS = ("table", "json", "csv", "parquet", "ids")
 FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default
 SHOWN = 20
 DOCUMENT = ("domain", "path", "offset")
-PIPE_WIDTH = 160
+_KEYS = {"id": ("id",), "document": DOCUMENT}  # by which dataset_exclude_file and dataset_include_file know documents
+_GROUPS = ("by", "where", "sort", "set", "scale", "output")
+# What else is read with an argument that asks for something else than a table.
+_READ_WITH = {
+  "compact": (), "what_if": ("set",), "export": ("output",), "drop_below": _GROUPS, "keep": (*_GROUPS, "format"),
+}  # fmt: skip
 
 EXAMPLES = """\
 examples:
@@ -56,6 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
   add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
   args = parser.parse(argv)
+  _check_together(parser, args)
   refuse_unknown(f"--format {args.format}: unknown", args.format, FORMATS)
   if args.export not in (None, "parquet"):
     raise ConfigError(f"--export {args.export}: the log is exported as parquet")
@@ -65,19 +71,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   args.percent = float(share[1]) if share else 0.0
   if args.keep and not 0 < args.percent <= 100:
     raise ConfigError(f"--keep {args.keep}: a share of the documents above 0% and up to 100%, such as 5%")
-  if args.keep and args.by not in ("domain", "document", "id"):
-    raise ConfigError(f"--by {args.by}: --keep writes the ids of documents, or with --by id those of records")
+  ids = "--keep" if args.keep else "--drop-below" if args.drop_below is not None else ""
+  if ids and args.by not in ("domain", "document", "id"):
+    raise ConfigError(f"--by {args.by}: {ids} writes the ids of documents, or with --by id those of records")
   if args.output is None and (args.format == "parquet" or args.drop_below is not None):
     raise ConfigError(f"{'--format parquet' if args.format == 'parquet' else '--drop-below'} needs --output FILE")
   return args
+
+
+def _check_together(parser: Parser, args: argparse.Namespace) -> None:
+  """Raises ConfigError for an argument that would have no effect beside another."""
+  given = parser.given(args)
+  for asked in (name for name in _READ_WITH if name in given):
+    read = (asked, *_READ_WITH[asked], "run_dir", "accept_lost_rows")
+    if idle := [name for name in given if name not in read]:
+      raise ConfigError(f"{parser.flag(idle[0])} has no effect with {parser.flag(asked)}; leave one of them out")
 
 
 @guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
   args = parse(argv)
-  from rich.console import Console
-
   from maxghost.attribution import output, query
 
   if args.compact:
@@ -106,22 +120,22 @@ def main(argv: list[str] | None = None) -> int:
   answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   _note(answer.notes)
   if args.drop_below is not None:
-    return _drop(args, answer)
+    return _drop(args, answer, by)
   if args.keep:
     return _keep(args, log, answer, by)
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
     return 0
-  text = io.StringIO()
-  if args.format == "table":
-    on_terminal = args.output is None and sys.stdout.isatty()
-    output.show(answer, Console(width=None) if on_terminal else Console(file=text, width=PIPE_WIDTH))
-  else:
-    text.write(output.as_json(answer, args.by) if args.format == "json" else output.as_csv(answer))
+  if args.format == "table" and args.output is None:
+    with output.console() as console:
+      output.show(answer, console)
+    return 0
+  as_text = {"table": output.as_table, "json": functools.partial(output.as_json, by=args.by), "csv": output.as_csv}
+  text = as_text[args.format](answer)
   if args.output is None:  # what a file or another program gets stays exact
-    sys.stdout.write(printable(text.getvalue()) if sys.stdout.isatty() else text.getvalue())
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
   else:
-    output.write_output(args.output, text.getvalue())
+    output.write_output(args.output, text)
   return 0
 
 
@@ -141,14 +155,14 @@ def _ids(answer: attribution.Answer, names: tuple[str, ...], chosen) -> str:
   return "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in keys)
 
 
-def _drop(args: argparse.Namespace, answer: attribution.Answer) -> int:
+def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
   """Writes the ids of the documents below the bound for `dataset_exclude_file`."""
   from maxghost.attribution.output import write_output
 
   if not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
   dropped = values < args.drop_below
-  write_output(args.output, _ids(answer, DOCUMENT, dropped))
+  write_output(args.output, _ids(answer, _KEYS[by], dropped))
   if not dropped.any():
     print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
     return 0
@@ -167,8 +181,8 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
 
   if not len(answer) or not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--keep {args.keep}: no document was scored, or --sort {args.sort} is no number")
-  count, names = math.ceil(len(answer) * args.percent / 100), ("id",) if by == "id" else DOCUMENT
-  lines = _ids(answer, names, slice(count))
+  count = math.ceil(len(answer) * args.percent / 100)
+  lines = _ids(answer, _KEYS[by], slice(count))
   source, bound = Source(log.run_dir), values[count - 1]
   notes, more = source.open(log.said_of("fingerprint")), int((values[count:] == bound).sum())
   if by != "id" and (unscored := (total := source.num_trained()) - len(answer)) > 0:

@@ -41,10 +41,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
   args = parser.parse(argv)
-  for name, least in {"slots": 1, "cache": 0, "queue": 1, "timeout": 1, "grace": 0, "port": 0}.items():
-    if not least <= getattr(args, name) < 1e9:
-      raise ConfigError(f"--{name} {getattr(args, name)}: at least {least}, below a thousand million")
+  parser.check(args, slots=1, cache=0, queue=1, timeout=1, grace=0, port=0)
   args.api_key = args.api_key or os.environ.get(KEY, "").strip()
+  if not (args.api_key.isascii() and args.api_key.isprintable()):
+    raise ConfigError(f"--api-key or {KEY} has characters that no header can hold; use a key of ASCII characters")
   if args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key:
     raise ConfigError(f"--host {args.host} is reached by others: set {KEY} to a key that clients must send")
   return args
@@ -52,7 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @guarded("maxghost")
 def main(argv: list[str] | None = None) -> int:
-  """Exit code 0 behind Ctrl-C or SIGTERM, or 2 for wrong input."""
+  """Exit code 0 after Ctrl-C or SIGTERM, or 2 for wrong input."""
   args = parse(argv)
   for package in ("starlette", "uvicorn"):
     import_package(package, "maxghost serve", "serve")
@@ -141,7 +141,7 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
   options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
   options |= {"server_header": False, "timeout_keep_alive": 30, "timeout_graceful_shutdown": int(args.grace) + 5}
   server = Serving(uvicorn.Config(app, **options))
-  for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, and behind it
+  for number in (signal.SIGINT, signal.SIGTERM):  # also before and after uvicorn handles them
     signal.signal(number, server.handle_exit)
   server.run(sockets=[listener])
   served.batcher.close()

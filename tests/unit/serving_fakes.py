@@ -14,6 +14,7 @@ from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.serving.batcher import Counters, Piece, QueueFull
 from maxghost.serving.http import Server
 from maxghost.serving.requests import Served
+from maxghost.serving.samples import utf8
 
 BYTES = ByteTokenizer()
 
@@ -88,7 +89,7 @@ class EchoBatcher:
 
 
 def served(batcher, **changes):
-  begin = lambda text: [256, *text.encode()]  # noqa: E731
+  begin = lambda text: [256, *utf8(text)]  # noqa: E731
   given = {"rendering": Rendering(BYTES, None, True, True, True), "no_sources": "no index: write one", **changes}
   return Served("echo", batcher, BYTES, begin, 400, 263, **given)
 

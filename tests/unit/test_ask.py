@@ -16,6 +16,7 @@ from test_less import precision
 
 from maxghost import ask, attribute, attribution, cli, config, train
 from maxghost.attribution import index, offline, words
+from maxghost.attribution import sources as sources_module
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.sources import TOKEN_TOP, Sources
 
@@ -117,6 +118,17 @@ def test_each_token_is_a_query_of_its_own_and_they_add_up(cfg, tmp_path):
   assert np.corrcoef(size, exact)[0, 1] > 0.95
   assert len(found["token_top"]) == len(answer) and {len(top) for top in found["token_top"]} == {TOKEN_TOP}
   assert found["notes"] and "when documents were trained on is not known" in found["notes"][0]
+
+
+def test_the_seconds_of_an_answer_contain_no_compilation(tmp_path, monkeypatch):
+  written(SGD, tmp_path, 8)
+  sources, events = sources_of(SGD, tmp_path), []
+  jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+  monkeypatch.setattr(sources_module.time, "perf_counter", lambda: events.append("clock") or 0.0)
+  with tiny.cheap_compilation():
+    sources.of_answer(ids_of(sources, PROMPT), ids_of(sources, ANSWER), top=2)
+  begin, end = (place for place, name in enumerate(events) if name == "clock")
+  assert any("jaxpr_trace" in name for name in events[:begin]) and end == begin + 1
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-11)])
@@ -264,6 +276,7 @@ def log_of(run):
     ((".", ""), "the question is empty"),
     ((".", "q", "--answer", ""), "--answer is empty"),
     ((".", "q", "--top", "0"), "--top 0: at least 1"),
+    ((".", "q", "--seed", str(-1 << 64)), "--seed -18446744073709551616: at least"),
     ((".", "q", "--answr", "x"), "did you mean '--answer'"),
     (("absent", "q"), "does not exist"),
   ],

@@ -4,6 +4,7 @@ time, and the sketches with their errors."""
 import dataclasses
 import functools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -317,6 +318,20 @@ def test_answers_name_the_direction_and_are_written(trained, tmp_path, capsys):
   assert "the index was written for adam" in capsys.readouterr().err
   assert attribute.main([checkpoint, *data, "--index", index, "--direction", "marginal"]) == 2
   assert "of the clipping, which no sketch tells; give --direction path" in capsys.readouterr().err
+  (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+  for more in (["--index", str(tmp_path / "none")], [*ask, "--output", str(tmp_path / "none")]):
+    assert attribute.main([checkpoint, "--data", f"notes={tmp_path}/empty.jsonl", *more]) == 2
+    assert "these documents hold no text to score" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def test_a_checkpoint_is_found_from_inside_it_and_a_model_by_a_number(tmp_path, monkeypatch):
+  step, model = tmp_path / "run" / "checkpoints" / "3", tmp_path / "7"
+  for folder, config_of in ((step, step.parents[1]), (model, model)):
+    folder.mkdir(parents=True)
+    (config_of / "config.yml").write_text("steps: 3\n")
+  monkeypatch.chdir(step)
+  assert attribute.resolve([Path()]) == (step.parents[1], {3: Path()})
+  assert attribute.resolve([model]) == (model, {0: model})
 
 
 def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
@@ -378,6 +393,10 @@ def test_an_index_of_other_checkpoints_is_refused(tmp_path):
     (["run", "--data", "a=b", "--index", "i", "--output", "out"], "the JSON file for the answer"),
     (["run", "--index", "i"], "needs --data"),
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "full"], "is not empty"),
+    (["run", "--data", "a=b", "--queries", "c=d", "--output", "out", "--order", "nats"], "--order nats works on"),
+    (["run", "--data", "a=b", "--queries", "c=d", "--output", "o", "--directions", "8"], "--directions 8 works on an"),
+    (["run", "--data", "a=b", "--index", "run"], "--index run holds something else than an index"),
+    (["run", "--data", "a=b", "--index", "run/config.yml"], "holds something else than an index"),
     (["run", "--queris", "a=b"], "did you mean '--queries'"),
     (["run", "--index", "i", "--queries", "a=b", "--directions", "1"], "at least 2"),
     (["empty", "--index", "i", "--queries", "a=b"], "no checkpoint in"),

@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import shlex
+import subprocess
 import sys
 
 import numpy as np
@@ -170,6 +171,11 @@ def test_where_reads_quotes_and_spaces(run_dir):
     (["--format", "jsn"], "did you mean 'json'?"),
     (["--top", "-1"], "--top -1: at least 0"),
     (["--botom", "1"], "did you mean '--bottom'?"),
+    (["--drop-below", "0", "--output", "x", "--by", "step"], "--by step: --drop-below writes the ids of documents"),
+    (["--drop-below", "0", "--output", "x", "--top", "3"], "--top has no effect with --drop-below"),
+    (["--export", "parquet", "--where", "step=1"], "--where has no effect with --export; leave one of them out"),
+    (["--what-if", "reward=x", "--format", "json"], "--format has no effect with --what-if"),
+    (["--compact", "--by", "step"], "--by has no effect with --compact"),
     (["--export", "csv"], "--export csv: the log is exported as parquet"),
     (["--output", "/nowhere/x.csv", "--format", "csv"], "cannot write /nowhere/x.csv"),
   ],
@@ -178,6 +184,15 @@ def test_bad_input_is_one_line(run_dir, capsys, arguments, line):
   assert scores.main([str(run_dir), *arguments]) == 2
   error = capsys.readouterr().err
   assert line in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("report", "--output", "page.html"), ("scores", "--by", "document")])
+def test_a_closed_output_is_no_failure(command, run_dir, tmp_path):
+  argv = [sys.executable, "-m", "maxghost", command[0], str(run_dir), *command[1:]]
+  process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+  process.stdout.close()
+  assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+  process.stderr.close()
 
 
 def test_formats_agree(run_dir, tmp_path, capsys):

@@ -322,6 +322,8 @@ def test_the_next_run_trains_on_the_best_share_alone(run_dir, corpus, tmp_path, 
   ids.write_text(file.read_text().splitlines()[1])
   both = split_of(dataset_include_file=file, dataset_exclude_file=ids)
   assert (~both.left_out(every)).sum() == 3
+  assert scores.main([str(run_dir), "--drop-below", "inf", "--by", "id", "--output", str(ids)]) == 0
+  assert {tuple(json.loads(line)) for line in ids.read_text().splitlines()} == {("id",)}
 
 
 def test_ids_to_include_that_match_nothing_are_counted_or_refused(corpus, tmp_path):

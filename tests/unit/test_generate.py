@@ -175,6 +175,10 @@ def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
   [
     (["--max_new_tokens", 3], "no prompt"),
     (["--prompt", "a", "--max_new_tokens", 0], "--max_new_tokens 0: at least 1"),
+    (["--prompt", "a", "--max_new_tokens", 10**13], "--max_new_tokens 10000000000000: at most 1000000000"),
+    (["--prompt", "a", "--seed", 1 << 63], "--seed 9223372036854775808: at most"),
+    (["--prompt", "a\udcff"], "the prompt 'a\\udcff' is no valid Unicode: surrogates not allowed at place 1"),
+    (["--prompt", "a\udcff", "--chat"], "the prompt 'a\\udcff' is no valid Unicode"),
     (["--prompt", "a", "--cache", 9], "need 66"),
     (["--prompt", "a", "--top_p", 0.5], "no meaning at temperature=0"),
     (["--prompt", "a", "--temprature", 1], "unknown argument '--temprature'"),
@@ -249,8 +253,10 @@ def test_samples_that_cannot_be_drawn_are_refused_at_the_start(changes, message)
 
 
 def test_generate_is_typed_as_training_too():
-  typed = ["base.yml", "load_parameters_path=runs/base", "prompt=a = b", "top_k=4"]
-  assert generate.from_keys(typed) == ["runs/base", "--prompt", "a = b", "--top_k", "4", "--otherwise", "base.yml"]
+  typed = ["base.yml", "load_parameters_path=runs/base", "prompt=-a = b", "top_k=4"]
+  assert generate.from_keys(typed) == ["runs/base", "--prompt=-a = b", "--top_k=4", "--otherwise=base.yml"]
+  for prompt in ("-x", "--prompt", ""):
+    assert generate.parse([*typed[:2], f"prompt={prompt}"]).prompt == [prompt]
   plain = ["runs/base", "--prompt", "load_parameters_path"]
   assert generate.from_keys(plain) == plain
 

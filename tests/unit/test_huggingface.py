@@ -185,6 +185,12 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
     ({"rms_norm_eps": [1]}, r"rms_norm_eps=\[1\] must be float"),
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta=x must be float"),
     ({"rope_parameters": [1]}, "rope_parameters=.* must be an object"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}}, "needs low_freq_factor"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "rope_type=yarn needs factor"),
+    (
+      {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
+      "original_max_position_embeddings=x must be int",
+    ),
     ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* must name"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is above the greatest"),
     (
@@ -202,6 +208,33 @@ def test_a_config_json_of_another_function_is_refused(llama, changes, message):
   with pytest.raises(ConfigError, match=message):
     model_path.find(llama)
     open_tree(llama)
+
+
+def test_a_window_that_begins_at_a_huge_layer_begins_nowhere():
+  content = json.loads((hf_models.FOLDER / "qwen3" / "config.json").read_text())
+  content |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 10**12}
+  assert huggingface_config.keys_of(content, "x")["attention_type"] == ("global",)
+
+
+@pytest.mark.parametrize("named", [3, None, "../model.safetensors", ""])
+def test_an_index_of_something_else_than_files_beside_it_is_refused(named, tmp_path):
+  (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": named}}))
+  with pytest.raises(ConfigError, match=r"is damaged: it lists .* no name of a file beside it"):
+    safetensors_files.open_tensors(tmp_path)
+
+
+def test_an_export_takes_no_configuration_of_another_model(llama, tmp_path):
+  """Shapes tell nothing of the rotation."""
+  cfg = config.replace(model_path.find(llama).config, rope_max_timescale=9.0)
+  with pytest.raises(ConfigError, match=r"--config is another model than .*: they differ in rope_max_timescale"):
+    hf_checkpoint.export_model(llama, tmp_path / "out", cfg=cfg)
+
+
+@pytest.mark.parametrize("ids", ["end", [1, "x"], 1 << 40, 1.5, True, {"a": 1}])
+def test_end_tokens_that_are_no_ids_are_refused(ids, llama):
+  (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+  with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id=.* is no token id"):
+    model_path.find(llama).stop_ids()
 
 
 def test_yarn_with_another_attention_factor_is_refused():

@@ -447,7 +447,7 @@ def test_command(run_dir, capsys):
     (["nowhere"], "run_dir=nowhere: no such folder"),
     ([str(Path(__file__).parents[1] / "unti")], f"no such folder; nearest is {Path(__file__).parent}"),
     ([".", "--dokuments", "3"], "unknown argument '--dokuments'; did you mean '--documents'?"),
-    ([".", "--documents", "-1"], "--documents=-1: at least 0"),
+    ([".", "--documents", "-1"], "--documents -1: at least 0"),
     ([], "the following arguments are required: RUN_DIR"),
     (["."], "not a run of maxghost"),
   ],

@@ -144,7 +144,9 @@ WRONG = [
   (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "is not a number"),
   (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature=-1"),
   (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, "top_p=1.5"),
-  (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature=NaN: at least"),
+  (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature=NaN is not a number"),
+  (COMPLETIONS, b'{"prompt": "a", "top_p": NaN}', "top_p=NaN is not a number"),
+  (COMPLETIONS, b'{"prompt": "a", "x\\ud800": 1}', "unknown parameter"),
   (COMPLETIONS, {"prompt": "a", "seed": 1 << 70}, "seed="),
   (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop=[1] is neither"),
   (COMPLETIONS, {"prompt": "a", "echo": True}, "echo=true is not offered"),
@@ -392,6 +394,7 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
     ([empty, "--slots", "0"], "--slots 0: at least 1"),
     ([empty, "--timeout", "nan"], "--timeout nan: at least 1"),
     ([empty, "--port", "70000"], "--port 70000"),
+    ([empty, "--api-key", "schlüssel"], "use a key of ASCII characters"),
     ([empty, "--prot", "1"], "did you mean '--port'"),
   ):
     assert cli.main(["serve", *arguments]) == 2

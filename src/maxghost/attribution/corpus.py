@@ -69,7 +69,7 @@ class Corpus:
     return self.source.document_id(int(index))
 
   def document_record(self, index: int) -> tuple[Any, ...]:
-    """The id, and the `id` of the record behind where records have one."""
+    """The id, followed by the `id` of the record where records have one."""
     return (*self.document_id(index), *self.source.document_fields(int(index)))
 
   def text(self, index: int) -> bytes:

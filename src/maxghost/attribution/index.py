@@ -192,11 +192,12 @@ def open_index(folder: Path, steps: Sequence[int] | None = None) -> dict:
     raise ConfigError(f"--index {folder}: no index there; give --data to write one")
   try:
     about = check_seal(json.loads(path.read_text(encoding="utf-8")))
-  except ValueError as error:
+    version = int(about["version"])
+  except (ValueError, KeyError, TypeError) as error:
     raise ConfigError(f"{path}: damaged ({error}); give --data to write the index again") from error
-  if about["version"] != VERSION:
-    way = "update maxghost" if about["version"] > VERSION else "give --data to write the index again"
-    raise ConfigError(f"{path}: version {about['version']}, this maxghost reads version {VERSION}; {way}")
+  if version != VERSION:
+    way = "update maxghost" if version > VERSION else "give --data to write the index again"
+    raise ConfigError(f"{path}: version {version}, this maxghost reads version {VERSION}; {way}")
   if steps is not None and (there := [step for step, _ in about["checkpoints"]]) != list(steps):
     raise ConfigError(f"--index {folder}: written for the checkpoints of steps {there}, queried with {list(steps)}")
   for _, sentence in changed_files(folder, about.get("files", {})):

@@ -43,5 +43,5 @@ def percent(share: float | None) -> str:
 
 
 def plus_minus(half_width: float) -> str:
-  """The 95 % interval behind a number; empty if it is unknown."""
+  """The 95 % interval, to follow a number; empty if it is unknown."""
   return f" ± {number(half_width, 2)}" if math.isfinite(half_width) else ""

@@ -116,6 +116,8 @@ def build_index(
       places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_BS[kept_BS], strict=True)
       documents += batch.document_BS[kept_BS].tolist()
       ids += [[*corpus.document_id(number), int(chunk), int(tokens)] for number, chunk, tokens in places]
+    if not ids:
+      raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
     names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
   np.savez(folder / "step.npz", allow_pickle=False, **step_batch)
@@ -123,7 +125,7 @@ def build_index(
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
   if method == index.CONTRIBUTION:
     places = zip(documents, range(len(ids)), index.spans(ids), strict=True)
-    text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document come one behind the other
+    text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document follow each other
     texts = ((n, text(number)[slice(*span)].decode("utf-8", "replace")) for number, n, span in places)
     names.append(words.write(folder, texts, len(ids)))
   about = {

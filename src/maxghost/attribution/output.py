@@ -1,11 +1,14 @@
 """Output files of the commands; answers as a table, JSON, CSV or Parquet."""
 
+import contextlib
 import csv
 import io
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +21,7 @@ from maxghost.config.files import write_text
 from maxghost.config.values import import_package, printable
 
 WIDE = 120  # characters; a narrower table leaves out what it can
+PIPE_WIDTH = 160  # of a table that no terminal shows
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of cells that spreadsheets take for formulas
 INTERVALS = {"contribution": "half_width", "per_million_tokens": "per_million_half_width"}  # shown in the same cell
 
@@ -28,6 +32,25 @@ def write_output(path: Path, text: str) -> None:
     write_text(path, text)
   except OSError as error:
     raise ConfigError(f"cannot write {path} ({error.strerror}); name another place with --output") from error
+
+
+@contextlib.contextmanager
+def console(pipe_width: int | None = PIPE_WIDTH) -> Iterator[Any]:
+  """A console of rich, whose text goes to stdout at the end: rich's own print ends the process at a closed pipe."""
+  from rich.console import Console
+
+  made = Console(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
+  with made.capture() as captured:
+    yield made
+  sys.stdout.write(captured.get())
+
+
+def as_table(answer: Answer) -> str:
+  from rich.console import Console
+
+  file = io.StringIO()
+  show(answer, Console(file=file, width=PIPE_WIDTH))
+  return file.getvalue()
 
 
 def as_json(answer: Answer, by: str) -> str:

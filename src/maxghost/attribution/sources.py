@@ -5,8 +5,9 @@ sketch, R directions.
 """
 
 import codecs
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class Sources:
 
   def __init__(self, run_dir: Path, index_dir: Path, cfg: Config, points: Iterator[Point]):
     about, data = open_index(index_dir), cfg.data
-    heap.call("mallopt", heap.ARENA_MAX, 1)  # XLA keeps hundreds of MB of what it has freed after a compilation
+    # Else XLA keeps hundreds of MB that are free after a compilation. Decoding takes the same CPU time with one heap.
+    heap.call("mallopt", heap.ARENA_MAX, 1)
     ranked = "ranked by similar gradients and shared words, of a token by gradients alone"
     self.cfg, self.method = cfg, f"{ranked}; nats along direction {about['direction']}, {about['directions']} sketches"
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
@@ -50,6 +52,7 @@ class Sources:
       self.index.check(point.step, point.digest)
       self._held.append((point.state, jax.block_until_ready(self._sketcher.step(point.state, step_batch))))
     self._sketcher.step.clear_cache()  # it is not asked again
+    self._compiled: dict[int, Callable] = {}  # by the length of the row
     heap.call("malloc_trim", 0)
     self._texts, self._spans = Source(index_dir), spans(self.index.ids)
     self.notes += self._texts.open((about["fingerprint"],))
@@ -61,20 +64,21 @@ class Sources:
   def warm_up(self, length: int = 256) -> None:
     """Compiles what a question with up to `length` tokens, its answer included, needs."""
     for size in _LENGTHS[: 1 + np.searchsorted(_LENGTHS, length).item()]:
-      self._asked(np.zeros(size, np.int32), 1)
-      heap.call("malloc_trim", 0)
+      self._compile(size)
 
   def of_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], top: int = 10) -> dict[str, Any]:
     """The sources of an answer (docs/asking.md lists the keys); the query is its loss, summed over its tokens.
 
     nats of a document are the sum of its token_nats. Raises ConfigError for an empty prompt or answer, or a long one.
     """
-    begin, num = time.perf_counter(), len(answer_ids)
+    num = len(answer_ids)
     if not len(prompt_ids) or not num:
       raise ConfigError("a question and its answer need at least one token each")
     if 0 < (most := self.cfg.model.trainable_position_size) < len(prompt_ids) + num - 1:
       raise ConfigError(f"question and answer have {len(prompt_ids) + num} tokens: the model has {most} positions")
     ids_T = np.array([*prompt_ids, *answer_ids], np.int32)
+    self._compile(len(ids_T))
+    begin = time.perf_counter()
     logp_A, tokens = self._asked(ids_T, num)
     asked = [np.concatenate([token_AMR.sum(0, keepdims=True), token_AMR]) for token_AMR in tokens]
     (similar_N,) = self.index.scores([one[:1] for one in asked])
@@ -103,18 +107,30 @@ class Sources:
       "trained_for": self._log.val_sets[0] if self._log else None,
     }  # fmt: skip
 
+  def _compile(self, length: int) -> tuple[int, Callable]:
+    """(length of a row that holds so many tokens, the compiled pass of such rows). Ahead of the pass, so that its time
+    is no part of an answer's."""
+    size = next(size for size in _LENGTHS if size >= length)
+    if size not in self._compiled:
+      row, places = {name: np.zeros((1, size), np.int32) for name in BATCH_ARRAYS}, np.zeros(_PLACES, np.int32)
+      ask = self._sketcher.ask  # a jitted function with its first argument
+      lowered = ask.func.lower(*ask.args, *self._held[0], row, places)
+      self._compiled[size] = functools.partial(lowered.compile(), *ask.args)
+      heap.call("malloc_trim", 0)
+    return size, self._compiled[size]
+
   def _asked(self, ids_T: np.ndarray, num: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """(log-probabilities [A] at the last checkpoint, sketches [A, M, R] at each) of the last `num` tokens."""
-    size, used = next(length for length in _LENGTHS if length >= len(ids_T)), len(ids_T) - 1
+    (size, ask), used = self._compile(len(ids_T)), len(ids_T) - 1
     row = {name: np.zeros((1, size), np.int32) for name in BATCH_ARRAYS}
     for side, values in (("inputs", ids_T[:-1]), ("targets", ids_T[1:])):
       row[side][0, :used], row[f"{side}_position"][0, :used] = values, np.arange(used)
       row[f"{side}_segmentation"][0, :used] = 1
-    places = np.full(-(-num // _PLACES) * _PLACES, -1)
+    places = np.full(-(-num // _PLACES) * _PLACES, -1, np.int32)
     places[:num] = np.arange(used - num, used)
     found, logp_A = [], np.zeros(num)
     for state, step in self._held:
-      parts = [jax.device_get(self._sketcher.ask(state, step, row, some)) for some in places.reshape(-1, _PLACES)]
+      parts = [jax.device_get(ask(state, step, row, some)) for some in places.reshape(-1, _PLACES)]
       losses, sketches = (np.concatenate(some)[:num] for some in zip(*parts, strict=True))
       logp_A, found = -losses, [*found, sketches]
     return logp_A, found

@@ -42,7 +42,7 @@ class WhatIf:
 
 
 def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
-  """asked: "reward=FUNCTION" with `scale_rewards=group|batch|none` behind a comma, or one of the two.
+  """asked: "reward=FUNCTION" with `scale_rewards=group|batch|none` after a comma, or one of the two.
 
   Raises ConfigError for a run without answers, one whose loss has other terms, or an unknown function.
   """

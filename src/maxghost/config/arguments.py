@@ -1,13 +1,22 @@
 """Command lines with flags (report, scores, ...); mistakes are reported in one line with the nearest flag."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maxghost.config.values import ConfigError, did_you_mean
+from maxghost.config.values import MOST, ConfigError, did_you_mean
 
+SEEDS = -(2**63), 2**63 - 1  # least and most, of what JAX takes
 ACCEPT_HELP = "continue without damaged or missing score files, and list what is lost"
+
+
+def megabytes(text: str) -> int:
+  """The bytes of a number of megabytes above 0, as an argument's `type`."""
+  if not 0 < (size := float(text)) < math.inf:
+    raise argparse.ArgumentTypeError(f"{text}: a number of megabytes above 0")
+  return max(int(size * 1e6), 1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,6 +36,22 @@ class Parser(argparse.ArgumentParser):
     if unknown:
       self.refuse(unknown[0])
     return args
+
+  def check(self, args: argparse.Namespace, most: float = MOST, **least: float) -> None:
+    """Raises ConfigError for the first of the named arguments that is given and is not a number from least to most."""
+    for name, bound in least.items():
+      value = getattr(args, name)
+      if value is not None and not bound <= value <= most:
+        said = f"at least {bound}" if not value > most else f"at most {most}"
+        raise ConfigError(f"{self.flag(name)} {value}: {said}")
+
+  def given(self, args: argparse.Namespace) -> list[str]:
+    """Names of the arguments with another value than their default."""
+    return [name for name, value in vars(args).items() if value != self.get_default(name)]
+
+  def flag(self, name: str) -> str:
+    """As it is typed: `--query-rows` of query_rows."""
+    return next(action.option_strings[0] for action in self._actions if action.dest == name)
 
   def refuse(self, unknown: str) -> Any:
     """Raises ConfigError for an unknown argument, with the nearest flag."""

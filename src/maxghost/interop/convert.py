@@ -20,7 +20,7 @@ from maxghost.checkpoint import compare, layouts_store
 from maxghost.checkpoint.layouts import LAYOUTS, LINEN, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import INTEGER, SCANNED, UNSCANNED, LayerReader, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, VerificationError, full_path
-from maxghost.config.arguments import Parser
+from maxghost.config.arguments import Parser, megabytes
 from maxghost.config.files import write_text
 from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert_plan import KEEP, TARGETS, Plan, Target, TargetLeaf, make_plan
@@ -31,6 +31,9 @@ _BLOCK_BYTES = 1 << 26
 _COMMIT_BYTES = 64_000_000
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+RAM_ARGUMENT: dict[str, Any] = {
+  "dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB",
+}  # fmt: skip
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 
@@ -280,12 +283,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   wrapped: dict[str, Any] = {"choices": ("yes", "no"), "default": ""}
   add("wrapped", "whether the source's leaves are under `value`; default: told", dest="source_wrapped", **wrapped)
   add("target_wrapped", "the same of the target; default: params yes, others no", dest="wrapped", **wrapped)
-  add("ram_mb", "host memory for arrays; large ones are moved in blocks", type=float, default=DEFAULT_RAM_BYTES / 1e6)
+  add("ram_mb", "host memory for arrays; large ones are moved in blocks", **RAM_ARGUMENT)
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
-  options = vars(parser.parse(argv))
+  parsed = parser.parse(argv)
+  parser.check(parsed, layer_period=0)
+  options = vars(parsed)
   options |= {name: {"yes": True, "no": False}.get(options[name]) for name in ("source_wrapped", "wrapped")}
   source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
-  ram_bytes = int(options.pop("ram_mb") * 1e6)
-  convert(source.pop("path"), read=ReadOptions(**source), ram_bytes=ram_bytes, **options)
+  convert(source.pop("path"), read=ReadOptions(**source), **options)
   return 0

@@ -12,6 +12,7 @@ from maxghost.checkpoint import layouts_layers
 from maxghost.checkpoint.layouts import LINEN, MAXGHOST, NNX, PARAMS, RECORD, Checkpoint, record_of, without_value
 from maxghost.checkpoint.layouts_layers import Container, LeafId, ParamTree, Path, Ref, container_of
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, StoredArray, TreePath
+from maxghost.config import ModelConfig
 from maxghost.config.values import slash_path
 
 KEEP = "keep"
@@ -33,6 +34,12 @@ class Target:
   wrapped: bool | None = None  # None = the layout's own
   params_only: bool = False
   drop_rngs: bool = False
+
+  @classmethod
+  def of(cls, model: ModelConfig) -> "Target":
+    """The parameters of a model, in the form in which maxghost trains it."""
+    layers = layouts_layers.SCANNED if model.scan_layers else layouts_layers.UNSCANNED
+    return cls(MAXGHOST, layers=layers, layer_period=model.inhomogeneous_layer_cycle_interval, params_only=True)
 
   @property
   def is_linen(self) -> bool:

@@ -65,7 +65,7 @@ def open_file(path: Path) -> GgufFile:
     raise LayoutError(f"{path} cannot be read: {error}") from error
 
   class Reader(gguf.GGUFReader):
-    """Stops where the file ends, which the package goes on behind, and at a header that would fill the memory."""
+    """Stops at the end of the file, where the package would read on, and at a header that would fill the memory."""
 
     num_values = 0
 

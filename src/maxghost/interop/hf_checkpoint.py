@@ -11,18 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxghost import config
-from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED
+from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
 from maxghost.config.arguments import Parser
-from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path, peft
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_target, check_written, new_folder, written
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, check_written, new_folder, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.linen_scaling import check_unscaled
 from maxghost.interop.safetensors_files import open_tensors, write_tensors
 
 _SHARD_BYTES = 5_000_000_000
@@ -52,8 +51,7 @@ def import_model(
   raw = huggingface.tree_of(tensors, cfg.model, source)
   checkpoint = read_checkpoint(raw)
   check_target(raw, target)
-  layers, cycle = (SCANNED, cfg.model.inhomogeneous_layer_cycle_interval) if scan_layers else (UNSCANNED, 0)
-  plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
+  plan = make_plan(checkpoint, Target.of(cfg.model))
   say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
   with written(checkpoint, plan, target, has_level=True, params_only=True, ram_bytes=ram_bytes) as temporary:
     tokenizer = temporary / tokenizer_files.FOLDER
@@ -79,15 +77,11 @@ def export_model(
   """
   place = model_path.find(source)
   model_path.check_whole(place, "an export")
-  cfg = cfg or place.config
-  if cfg is None:
-    raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
+  cfg = model_path.configured(place, source, cfg)
   raw = open_tree(place.tree)
   raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  if checkpoint.values_from == "maxtext" and FAMILIES[cfg.model.decoder_block].maxtext_scales_queries is not False:
-    said = f"{source} holds query weights as MaxText wants them"
-    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to maxghost")
+  check_unscaled(checkpoint, cfg.model)
   kept = {leaf: ref for leaf, ref in checkpoint.params.leaves.items() if leaf[0][0] != "mtp_block"}
   if further := len(checkpoint.params.leaves) - len(kept):
     say(f"left out: {further} arrays of multi-token prediction, for which Hugging Face's formats have no place")
@@ -131,23 +125,24 @@ def main(argv: Sequence[str] | None = None) -> int:
   out = verbs.add_parser("export", help="a checkpoint into a folder that transformers loads")
   out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
   out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")
-  out.add_argument("--shard_mb", type=float, default=_SHARD_BYTES / 1e6, help="largest file")
+  shards = RAM_ARGUMENT | {"dest": "shard_bytes", "default": _SHARD_BYTES}
+  out.add_argument("--shard_mb", help="largest file", **shards)
   out.add_argument("--adapter", default="", help="LoRA adapter to merge in: a folder of PEFT, or a run with lora_rank")
   adapter = verbs.add_parser("adapter", help="the LoRA adapter of a run into a folder that PEFT loads")
   adapter.add_argument("source", metavar="RUN", help="a run with lora_rank, or a step of it")
   for verb in (into, out, adapter):
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
-    verb.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory for arrays")
+    verb.add_argument("--ram_mb", help="host memory for arrays", **RAM_ARGUMENT)
   args = parser.parse(argv)
-  ram_bytes = int(args.ram_mb * 1e6)
   if args.verb == "import":
-    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=ram_bytes)
+    import_model(args.source, args.target, scan_layers=args.scan_layers, ram_bytes=args.ram_bytes)
   elif args.verb == "adapter":
     cfg = model_path.find(args.source).config or config.Config()
     settings, arrays = merge.open_adapter(args.source, cfg.model)
     peft.save_adapter(args.target, cfg.model, settings, arrays, base=cfg.checkpoint.given)
     print(f"written {args.target}: {len(arrays)} arrays of rank {settings.rank}")
   else:
-    cfg, shard_bytes = config.load(args.config) if args.config else None, int(args.shard_mb * 1e6)
-    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, shard_bytes=shard_bytes, ram_bytes=ram_bytes)
+    cfg = config.load(args.config) if args.config else None
+    sizes = {"shard_bytes": args.shard_bytes, "ram_bytes": args.ram_bytes}
+    export_model(args.source, args.target, cfg=cfg, adapter=args.adapter, **sizes)
   return 0

@@ -123,7 +123,7 @@ def _attention_types(read: _Reader, family: Family, num_layers: int) -> dict[str
   if types is None:
     sliding = family.huggingface.sliding if read.get("use_sliding_window", default=True) else ""
     sliding = sliding if window or sliding == "alternate" else ""
-    first = read.typed("max_window_layers", read.get("max_window_layers", default=0), int) or 0
+    first = min(read.typed("max_window_layers", read.get("max_window_layers", default=0), int) or 0, num_layers)
     slides = {"all": [True], "late": [False] * first + [True] * num_layers, "alternate": [True, False]}
     pattern = slides.get(sliding, [False])
     types = ["sliding_attention" if pattern[i % len(pattern)] else "full_attention" for i in range(num_layers)]
@@ -154,9 +154,12 @@ def _rotary(read: _Reader) -> dict[str, Any]:
   for ours, name in names[kind].items():
     if parameters.get(name) is not None:
       keys[ours] = read.typed(name, parameters[name], _FIELDS[ours].type)
+    elif kind == "llama3" or name == "factor":
+      read.problem(f"rope_type={kind} needs {name} in rope_parameters or rope_scaling")
   if kind != "default":
-    original = parameters.get("original_max_position_embeddings") or read.get("max_position_embeddings")
-    keys["original_max_position_embeddings"] = original
+    name = "original_max_position_embeddings"
+    original = parameters.get(name) or read.get("max_position_embeddings")
+    keys[name] = read.typed(name, original, int)
   if kind == "yarn" and not read.problems:
     keys["rope_attention_scaling"] = _scales_attention(read, parameters)
   return keys
@@ -164,7 +167,7 @@ def _rotary(read: _Reader) -> dict[str, Any]:
 
 def _scales_attention(read: _Reader, parameters: Mapping[str, Any]) -> bool:
   """Whether YaRN scales the heads by its usual factor; a factor of another size is refused."""
-  usual = 0.1 * math.log(parameters["factor"]) + 1.0 if parameters.get("factor", 1.0) > 1.0 else 1.0
+  usual = 0.1 * math.log(parameters["factor"]) + 1.0 if parameters["factor"] > 1.0 else 1.0
   if (factor := parameters.get("attention_factor")) is not None:
     factor = read.typed("attention_factor", factor, float)
   if parameters.get("mscale") or parameters.get("mscale_all_dim"):

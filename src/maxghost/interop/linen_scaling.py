@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, ReadOptions, read_checkpoint, without_value
+from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, Checkpoint, ReadOptions, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, TreePath, full_path
+from maxghost.config import ModelConfig
 from maxghost.config.arguments import Parser
+from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded, slash_path
 from maxghost.interop.convert import check_target, written
 from maxghost.interop.convert_plan import Target, make_plan
@@ -27,6 +29,13 @@ _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
 
 def is_query(path: TreePath) -> bool:
   return without_value(path)[-2:] in (("query", "kernel"), ("query", "bias"))
+
+
+def check_unscaled(checkpoint: Checkpoint, model: ModelConfig) -> None:
+  """Raises LayoutError for MaxText's query weights, unless MaxText's model of this family leaves them as they are."""
+  if checkpoint.values_from == MAXTEXT and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
+    said = f"{checkpoint.raw.origin} holds query weights as MaxText wants them"
+    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to {MAXGHOST}")
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:

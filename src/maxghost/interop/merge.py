@@ -14,11 +14,11 @@ from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
 from maxghost.config import ConfigError, ModelConfig
-from maxghost.config.families import FAMILIES
 from maxghost.config.schema import AdapterConfig
 from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.linen_scaling import check_unscaled
 
 
 def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, dict[str, np.ndarray]]:
@@ -65,9 +65,7 @@ def open_merged(base: RawTree, model: ModelConfig, adapter: str | Path, say: Cal
 def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: peft.Arrays) -> RawTree:
   """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits."""
   found, problems, checkpoint = peft.unstack(arrays, model), [], read_checkpoint(base, ReadOptions(keep_unknown=True))
-  if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
-    said = f"{base.origin} holds query weights as MaxText wants them"
-    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale")
+  check_unscaled(checkpoint, model)
   held = _held_in_few_bits(model, settings.base_qtype) if settings.base_qtype else {}
   changed: dict[StoredArray, tuple[int, dict]] = {}  # the layer axis, and what each layer becomes
   for (path, layer), ref in checkpoint.params.leaves.items():

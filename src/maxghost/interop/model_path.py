@@ -13,6 +13,7 @@ from maxghost.config.values import naming
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
+from maxghost.interop.huggingface_config import differing
 from maxghost.interop.safetensors_files import open_tensors
 
 CONFIG_FILE = "config.yml"
@@ -28,11 +29,15 @@ class ModelPlace:
   config_file: Path | None
 
   def stop_ids(self) -> set[int]:
-    """Tokens that end a text as generation_config.json or config.json names them; chat models have several."""
-    folder = self.config_file.parent if self.config_file else self.tree
-    files = (place / "generation_config.json" for place in (folder, folder / tokenizer_files.FOLDER))
-    found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
-    return {number for ids in found for number in (ids if isinstance(ids, list) else [ids]) if number is not None}
+    """Tokens that end a text, by generation_config.json; chat models have several. Raises LayoutError."""
+    folder, found = self.config_file.parent if self.config_file else self.tree, set()
+    for file in (place / "generation_config.json" for place in (folder, folder / tokenizer_files.FOLDER)):
+      ids = read_json(file).get("eos_token_id") if file.is_file() else None
+      numbers = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+      if wrong := [number for number in numbers if type(number) is not int or abs(number) >= 2**31]:
+        raise LayoutError(f"{file}: eos_token_id={wrong[0]!r:.60} is no token id")
+      found.update(numbers)
+    return found
 
 
 def find(path: str | Path, key: str = "") -> ModelPlace:
@@ -56,6 +61,16 @@ def find(path: str | Path, key: str = "") -> ModelPlace:
       if (file := candidate / CONFIG_FILE).is_file():
         return ModelPlace(folder, with_own_tokenizer(config.load(file), candidate), file)
     return ModelPlace(folder, None, None)
+
+
+def configured(place: ModelPlace, path: str | Path, given: Config | None = None, name: str = "--config") -> Config:
+  """`given`, which `name` gave, or the configuration beside the model at `path`. Raises ConfigError where there is
+  none, and where they are of different models."""
+  if given is None and place.config is None:
+    raise LayoutError(f"{path}: no {CONFIG_FILE} beside it says what model it is; name one with --config")
+  if given and place.config and (unlike := differing(place.config.model, given.model)):
+    raise LayoutError(f"{name} is another model than {path}: they differ in {', '.join(unlike)}")
+  return given or place.config  # pyright: ignore[reportReturnType]
 
 
 def check_whole(place: ModelPlace, what: str) -> None:

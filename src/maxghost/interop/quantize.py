@@ -13,19 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import config
-from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_layers import SCANNED, UNSCANNED, blocks_of
+from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint, without_value
+from maxghost.checkpoint.layouts_layers import blocks_of
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
 from maxghost.config.arguments import Parser
-from maxghost.config.families import FAMILIES
 from maxghost.config.schema import WEIGHTS_ONLY, ModelConfig
 from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import model_path
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, check_target, written
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.linen_scaling import check_unscaled
 
 _PIECE = 1 << 22
 
@@ -41,8 +41,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
   from maxghost.adapters.quantized import NAMES, matrix_axes, places
 
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  if checkpoint.values_from == "maxtext" and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
-    raise LayoutError(f"{raw.origin} holds MaxText's query weights; rescale first: maxghost checkpoint rescale")
+  check_unscaled(checkpoint, model)
   plain = nnx.eval_shape(lambda: models.create(dataclasses.replace(model, quantization=""), rngs=nnx.Rngs(0)))
   found = {
     re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
@@ -61,7 +60,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
       continue
     own = without_value(path)
     for name in NAMES[held[node][1]]:
-      new = name if own[-1] in ("kernel", "embedding") else f"{own[-1]}_{name}"  # of experts, behind their name
+      new = name if own[-1] in ("kernel", "embedding") else f"{own[-1]}_{name}"  # of experts, after their name
       place = (*own[:-1], new, *path[len(own) :])
       nodes[place] = _part(dataclasses.replace(node, path=place), node, name, *held[node])
   return dataclasses.replace(raw, nodes=nodes)
@@ -120,9 +119,7 @@ def quantize_checkpoint(
   ConfigError.
   """
   place = model_path.find(source)
-  cfg, target = cfg or place.config, full_path(target)
-  if cfg is None:
-    raise LayoutError(f"{source}: no {model_path.CONFIG_FILE} beside it says what model it is; name one with --config")
+  cfg, target = model_path.configured(place, source, cfg), full_path(target)
   model_path.check_whole(place, f"quantising to {quantization}")
   if cfg.adapter.lora_rank:
     raise LayoutError(
@@ -132,8 +129,7 @@ def quantize_checkpoint(
   check_target(open_tree(place.tree), target)
   raw = quantized(open_tree(place.tree), cfg.model, quantization)
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  layers, cycle = (SCANNED, cfg.model.inhomogeneous_layer_cycle_interval) if cfg.model.scan_layers else (UNSCANNED, 0)
-  plan = make_plan(checkpoint, Target(MAXGHOST, layers=layers, layer_period=cycle, params_only=True))
+  plan = make_plan(checkpoint, Target.of(cfg.model))
   with written(checkpoint, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:
     if (data := cfg.data).tokenizer_path:
       tokenizer, folder = load_tokenizer(data.tokenizer_type, data.tokenizer_path), temporary / tokenizer_files.FOLDER
@@ -152,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
   parser.add_argument("--quantization", choices=WEIGHTS_ONLY, required=True)
   parser.add_argument("--config", help="config.yml of the model, where none lies beside it")
-  parser.add_argument("--ram_mb", type=float, default=DEFAULT_RAM_BYTES / 1e6, help="host memory beside one matrix")
+  parser.add_argument("--ram_mb", help="host memory beside one matrix", **RAM_ARGUMENT)
   args = parser.parse(argv)
   cfg = config.load(args.config) if args.config else None
-  quantize_checkpoint(args.source, args.target, args.quantization, cfg=cfg, ram_bytes=int(args.ram_mb * 1e6))
+  quantize_checkpoint(args.source, args.target, args.quantization, cfg=cfg, ram_bytes=args.ram_bytes)
   return 0

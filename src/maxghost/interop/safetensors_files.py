@@ -36,8 +36,10 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
     try:
       weight_map = read_json(index_file)["weight_map"]
       files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
       raise LayoutError(f"{index_file} is damaged: {error!r}") from error
+    if wrong := [name for name in files if not isinstance(name, str) or not name or Path(name).name != name]:
+      raise LayoutError(f"{index_file} is damaged: it lists {wrong[0]!r}, which is no name of a file beside it")
   elif not (folder / SINGLE).is_file():
     raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
   if missing := [name for name in files if not (folder / name).is_file()]:

@@ -23,7 +23,7 @@ class Closed(Exception):
 class Request:
   """prompt: token ids. max_tokens: most new ones. seed: of the draws; the same request has the same text. stop: the
   text ends before the first of these. logprobs: how many alternatives `Piece.top` has, at most TOP. ignore_stop_ids:
-  go on behind a stop token."""
+  continue after a stop token."""
 
   prompt: tuple[int, ...]
   max_tokens: int = 16
@@ -74,7 +74,7 @@ class Row:
     return new
 
   def _decode(self, ids: Sequence[int]) -> str:
-    """Decodes the last ids only: behind ids whose text is known, since a text's first space may be dropped."""
+    """Decodes the last ids only, after some whose text is known, as tokenizers may drop the first space of a text."""
     (first, end), decode = self._places, self._tokenizer.decode
     known, tail = (decode(part).decode("utf-8", errors="replace") for part in (ids[first:end], ids[first:]))
     text = self._whole + tail[len(known) :]
@@ -115,8 +115,8 @@ class Job:
 
 @dataclasses.dataclass(slots=True)
 class Counters:
-  """Requests and tokens so far; running and waiting are of now. seconds: that the device worked, in reading prompts and
-  in decoding."""
+  """Numbers of requests and tokens so far; running and waiting: at this moment. prefill_seconds, decode_seconds: device
+  time of reading prompts and of decoding."""
 
   running: int = 0
   waiting: int = 0
@@ -152,7 +152,7 @@ class Batcher:
 
   @property
   def counters(self) -> Counters:
-    """As of now."""
+    """The current values."""
     with self._changed:
       running = len(self._running) + (self._reading is not None)
       return dataclasses.replace(self._counters, running=running, waiting=len(self._waiting))

@@ -172,13 +172,13 @@ def read_prompts(model, tokens_BT, lengths_B, cache_size: int) -> tuple[jax.Arra
 
 
 def add_token(model, token_B, counts_B, kept, visible: int | None = None) -> tuple[jax.Array, Any]:
-  """(logits behind the new token [B, V], `kept` with it). counts_B: tokens of each row before it."""
+  """(logits after the new token [B, V], `kept` with it). counts_B: tokens of each row before it."""
   logits_BV, new = add_tokens(model, token_B[:, None], counts_B, jnp.ones_like(counts_B), kept, visible)
   return logits_BV, kv_cache.append(kept, new, counts_B)
 
 
 def add_tokens(model, tokens_BT, counts_B, lengths_B, kept, visible: int | None = None) -> tuple[jax.Array, Any]:
-  """(logits behind the last of lengths_B new tokens [B, V], their keys and values for `kv_cache.append`)."""
+  """(logits after the last of lengths_B new tokens [B, V], their keys and values for `kv_cache.append`)."""
   index_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
   # Padding has the last position: one that the model does not have would give NaN.
   positions_BT = counts_B[:, None] + jnp.minimum(index_1T, lengths_B[:, None] - 1)

@@ -1,10 +1,11 @@
 """The HTTP server: OpenAI's completions and chat completions, sources of an answer, metrics, and a page. Starlette.
 
-A request's pieces reach the event loop through one queue, as do its client's leaving and its time limit. However a
-request ends, its jobs are cancelled behind it, so that no slot is held for nobody.
+The pieces of a request reach the event loop through one queue, as do the client's disconnect and the time limit. When a
+request ends, for whatever reason, its jobs are cancelled, so that they free their slots.
 """
 
 import asyncio
+import codecs
 import contextlib
 import dataclasses
 import functools
@@ -213,12 +214,13 @@ class Answer:
 
   def __init__(self, served: Served, values: dict[str, Any], count: int, prompt_tokens: int):
     self._values, self._chat, self._decode = values, "messages" in values, served.tokenizer.decode
-    self.streams, self._counts, self._raw = values["stream"], [prompt_tokens, 0], [b""] * count
+    self.streams, self._counts, self._lengths = values["stream"], [prompt_tokens, 0], [0] * count
+    self._decoders = [codecs.getincrementaldecoder("utf-8")("ignore") for _ in range(count)]
     kind = "chat.completion" + ".chunk" * self.streams if self._chat else "text_completion"
     self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": served.name}
 
   async def whole(self, pieces) -> dict:
-    found: list[list[Piece]] = [[] for _ in self._raw]
+    found: list[list[Piece]] = [[] for _ in self._lengths]
     async with contextlib.aclosing(pieces):
       async for number, piece in pieces:
         found[number].append(piece)
@@ -263,10 +265,10 @@ class Answer:
     tops = [[self._token(*one) for one in top.items()] for top in piece.top] or [[] for _ in tokens]
     if self._chat:
       return {"content": [one | {"top_logprobs": top} for one, top in zip(tokens, tops, strict=True)], "refusal": None}
-    offsets = []  # in the text; a token that continues a character begins behind it
+    offsets = []  # in the text; a token that continues a character begins after it
     for token in tokens:
-      offsets.append(len(self._raw[number].decode("utf-8", "ignore")))
-      self._raw[number] += bytes(token["bytes"])
+      offsets.append(self._lengths[number])
+      self._lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
     columns = {"tokens": "token", "token_logprobs": "logprob", "bytes": "bytes"}
     own = {column: [token[name] for token in tokens] for column, name in columns.items()}
     alternatives = [{one["token"]: one["logprob"] for one in top} for top in tops]

@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.arguments import SEEDS
+from maxghost.config.values import printable
 from maxghost.data.conversations import Rendering, messages_of
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.serving.batcher import Batcher, Request
+from maxghost.serving.samples import utf8
 from maxghost.serving.sampling import Sampling
 
 
@@ -19,7 +22,8 @@ class Refused(Exception):
 
   def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400, **headers):
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = printable(param) if param else None  # a client's own name may hold what UTF-8 cannot
+    self.body = {"error": {"message": printable(message), "type": kind, "param": param, "code": code}}
     self.status, self.headers = status, headers
 
 
@@ -51,7 +55,7 @@ _SAMPLING = {
 }  # fmt: skip
 _COMMON = _SAMPLING | {
   "model": (str, None), "n": (int, 1, 1, 128), "max_tokens": (int, None, 1), "stop": (object, ""),
-  "seed": (int, None, -(2**63), 2**63 - 1), "stream": (bool, False), "stream_options": (dict, {}), "user": (str, None),
+  "seed": (int, None, *SEEDS), "stream": (bool, False), "stream_options": (dict, {}), "user": (str, None),
   "ignore_eos": (bool, False), "return_token_ids": (bool, False),
 }  # fmt: skip
 COMPLETION = _COMMON | {"prompt": (object, None), "logprobs": (int, None, 0, 5)}
@@ -59,7 +63,7 @@ CHAT = _COMMON | {"messages": (list, None), "logprobs": (bool, None), "top_logpr
 CHAT |= {"max_completion_tokens": (int, None, 1)}
 SOURCES = {"model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None)}
 SOURCES |= {"top": (int, 10, 1, 100)}
-# what OpenAI's API has and this server has not, with the value that asks for nothing
+# parameters of OpenAI's API that this server does not offer, with the value that has no effect
 _NEUTRAL = {
   "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
   "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
@@ -101,6 +105,8 @@ def _checked(name: str, value: Any, kind: type, _, least: float = -math.inf, mos
   number = kind in (int, float)
   if not isinstance(value, (int, float) if kind is float else kind) or (number and isinstance(value, bool)):
     raise Refused(f"{name}={_short(value)} is not {_KINDS[kind]}", name)
+  if number and value != value:  # NaN
+    raise Refused(f"{name}={_short(value)} is not {_KINDS[kind]}", name)
   if number and not least <= value <= most:
     raise Refused(f"{name}={_short(value)}: at least {least}" + f", at most {most}" * (most < math.inf), name)
   return value
@@ -133,8 +139,8 @@ def ids_of(given: Any, name: str, served: Served) -> list[int]:
   """The ids of a text, or those given. Raises Refused."""
   if isinstance(given, str):
     try:
-      return served.encode(given) if name == "prompt" else served.tokenizer.encode([given.encode()])[0].tolist()
-    except (ConfigError, UnicodeEncodeError) as error:  # a lone surrogate
+      return served.encode(given) if name == "prompt" else served.tokenizer.encode([utf8(given, name)])[0].tolist()
+    except ConfigError as error:
       raise Refused(str(error), name) from error
   if not isinstance(given, list) or not all(type(one) is int and 0 <= one < served.vocab_size for one in given):
     raise Refused(f"{name}={_short(given)} is neither text nor a list of ids from 0 to {served.vocab_size - 1}", name)

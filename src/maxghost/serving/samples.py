@@ -22,11 +22,19 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer, cfg: Config, name: str = 
       "they do not belong together"
     )
   begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
-  prompts = [begin + ids.tolist() for ids in tokenizer.encode([text.encode() for text in texts])]
+  prompts = [begin + ids.tolist() for ids in tokenizer.encode([utf8(text, name) for text in texts])]
   for text, prompt in zip(texts, prompts, strict=True):
     if not prompt:
       raise ConfigError(f"{name} {text!r} has no token, and this model has no begin token; write something")
   return prompts
+
+
+def utf8(text: str, name: str = "the prompt") -> bytes:
+  """Raises ConfigError for a text with lone surrogates, as arguments have them whose bytes are no UTF-8."""
+  try:
+    return text.encode()
+  except UnicodeEncodeError as error:
+    raise ConfigError(f"{name} {text[:40]!r} is no valid Unicode: {error.reason} at place {error.start}") from error
 
 
 class Sampler:
