@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import oracles
 import pytest
+import routed
 import tiny
 from train_steps import VALIDATION, Run
 
@@ -72,6 +73,19 @@ def test_no_micro_batch_overwrites_anothers_scores(split, i):
   assert (scores[has_tokens] != 0).all()
   assert len(np.unique(scores[has_tokens])) == has_tokens.sum() > 9
   assert (scores[~has_tokens] == 0).all()
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=["uneven", "hollow"])
+def test_forward_mode_balances_the_experts_of_each_micro_batch(batch):
+  """The load of the experts is that of a micro-batch, in the gradient and in the scores of both schedules."""
+  keys = routed.MIXTRAL | {"load_balance_loss_weight": 2.0, "opt_type": "sgd", "gradient_accumulation_steps": 3}
+  found, expected = (
+    Run(batch=batch, ghost_schedule=schedule, **(FLOAT64 | keys)).step(batch)
+    for schedule in ("forward_mode", "two_pass")
+  )
+  assert found["check_rel_err"][0] < 1e-10
+  by_row, expected_by_row = (out["contribution_BSK"].sum(1) for out in (found, expected))
+  assert oracles.relative_error(by_row, expected_by_row) < 1e-9
 
 
 def test_adams_direction_of_each_micro_batch_leaves_a_residual_and_the_columns_add_up():

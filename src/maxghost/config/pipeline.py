@@ -90,7 +90,7 @@ def _refused(v: Any, stages: int) -> Iterator[str]:
   wrong = {
     "scan_layers": (not v.scan_layers, "has no stack that stages could share", "true"),
     "segment_lengths": (bool(v.segment_lengths), "cuts the layers into segments of one device", "[]"),
-    "offload_to_host": ({*v.offload_to_host} > {"val_gradient"}, "moves segments of layers of one device", "[]"),
+    "offload_to_host": (bool({*v.offload_to_host} - {"val_gradient"}), "moves segments of layers of one device", "[]"),
     "enable_diloco": (v.enable_diloco, "trains slices apart, each with all layers", "false"),
     "dropout_rate": (v.dropout_rate > 0, "would draw other masks for each micro-batch", "0.0"),
     "lora_dropout": (v.lora_dropout > 0, "would draw other masks for each micro-batch", "0.0"),
