@@ -21,12 +21,8 @@ def run(problem: Problem) -> Scored:
   gradients, labelled = passes.whole_directions(problem, found.gradients, passed.grads)
   directions, grads = [passes.like(model.params, u) for u in labelled], by_label(passed.grads)
   sets = [jvp_scores(model, *rows, u) for u in directions]
-  used = [sum(jnp.sum(_wide(grads[label]) * v) for label, v in by_label(u).items()) for u in directions]
+  used = [sum(jnp.sum(grads[label] * v.astype(float)) for label, v in by_label(u).items()) for u in directions]
   return Scored(passed, found.losses, jnp.stack(sets), {}, found, gradients=gradients, used=jnp.stack(used))
-
-
-def _wide(x):
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def jvp_scores(model: Model, loss_fn: Callable, batch, num_micro: int, direction: nnx.State):

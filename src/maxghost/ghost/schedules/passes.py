@@ -189,11 +189,8 @@ class MicroBatches(NamedTuple):
 
   def cut(self, batch):
     """[rows, ...] -> [M, rows per micro-batch, ...] in every leaf."""
-
-    def cut(x):
-      return x.reshape(-1, self.num, self.together, *x.shape[1:]).swapaxes(0, 1).reshape(self.num, -1, *x.shape[1:])
-
-    return jax.tree.map(cut, batch)
+    units = lambda x: x.reshape(-1, self.num, self.together, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+    return jax.tree.map(lambda x: units(x).reshape(self.num, -1, *x.shape[1:]), batch)
 
   def joined(self, x, axis: int = 0):
     """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
@@ -209,10 +206,7 @@ def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = Non
   Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
   use each micro-batch's own gradient.
   """
-
-  def run(rows) -> TrainPass:
-    return train_pass(model, loss_fn, rows, twin, directions)
-
+  run = functools.partial(train_pass, model, loss_fn, twin=twin, directions=directions)
   if num_micro == 1:
     return run(batch)
   maxima, parts = as_objective(loss_fn).maxima, MicroBatches(num_micro, as_objective(loss_fn).rows_per_unit)

@@ -36,9 +36,5 @@ def gradients_of(model: Model, loss_fn: Callable, batch) -> dict:
 
   grads, weight = jax.vmap(jax.grad(loss, has_aux=True), (None, 0))(model.params, batch)
   share = weight / jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
-
-  def each(g):
-    wide = jnp.promote_types(g.dtype, jnp.float32)
-    return g.astype(wide) * share.reshape(-1, *([1] * (g.ndim - 1))).astype(wide)
-
+  each = lambda g: g * share.reshape(-1, *([1] * (g.ndim - 1)))  # noqa: E731
   return {label: each(g) for label, g in by_label(grads).items()}
