@@ -75,10 +75,17 @@ def test_no_micro_batch_overwrites_anothers_scores(split, i):
   assert (scores[~has_tokens] == 0).all()
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=["uneven", "hollow"])
-def test_forward_mode_balances_the_experts_of_each_micro_batch(batch):
-  """The load of the experts is that of a micro-batch, in the gradient and in the scores of both schedules."""
-  keys = routed.MIXTRAL | {"load_balance_loss_weight": 2.0, "opt_type": "sgd", "gradient_accumulation_steps": 3}
+COUPLED = {"experts": routed.MIXTRAL | {"load_balance_loss_weight": 2.0}, "dropout": {"dropout_rate": 0.3}}
+
+
+@pytest.mark.parametrize(
+  ("case", "batch"),
+  [("experts", UNEVEN), ("experts", HOLLOW), ("dropout", UNEVEN)],
+  ids=["experts", "hollow", "dropout"],
+)
+def test_forward_mode_scores_each_micro_batch_by_itself(case, batch):
+  """The load of the experts and the masks are those of a micro-batch, in the gradient and in both schedules' scores."""
+  keys = COUPLED[case] | {"opt_type": "sgd", "gradient_accumulation_steps": 3}
   found, expected = (
     Run(batch=batch, ghost_schedule=schedule, **(FLOAT64 | keys)).step(batch)
     for schedule in ("forward_mode", "two_pass")
