@@ -217,6 +217,47 @@ def squares(model, batch):
   return jnp.square(model(batch["x"])).sum(-1)
 
 
+@pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
+@pytest.mark.parametrize("kind", [bool, np.int32, jnp.bfloat16], ids=["flags", "integers", "bfloat16"])
+def test_weights_of_any_type_count_as_their_numbers(engine, kind):
+  """In bfloat16 301 weights of 1 add up to 300 or 302."""
+  model, rng = foreign.randomized(lambda rngs: nnx.Linear(5, 3, rngs=rngs)), np.random.default_rng(0)
+  rows = {"x": rng.normal(size=(451, 5)).astype(np.float32), "w": np.arange(451) % 3 != 1}
+  val = {"x": rows["x"][:4], "w": np.ones(4, bool)}
+
+  def loss(dtype):
+    return lambda model, batch: (jnp.square(model(batch["x"])).sum(-1), batch["w"].astype(dtype))
+
+  found, expected = (
+    foreign.score(ghost.GhostEngine(engine=engine), model, rows, val, loss_fn=loss(dtype))
+    for dtype in (kind, np.float32)
+  )
+  assert rows["w"].sum() == 301 and (expected.dot[::3] != 0).all()
+  np.testing.assert_array_equal(found.dot, expected.dot)
+  np.testing.assert_array_equal(found.additive, expected.additive)
+  assert found.loss == expected.loss
+
+
+def test_engine_perexample_multiplies_gradients_in_bfloat16_in_float32():
+  """Gradients of small numbers, which are exact in bfloat16; their products with each other are not."""
+  graphdef, params = nnx.split(foreign.randomized(lambda rngs: nnx.Linear(5, 3, use_bias=False, rngs=rngs)))
+  model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+  rows = {"x": np.random.default_rng(0).integers(1, 14, (N, 5)).astype(np.float32)}
+  result = foreign.score(
+    ghost.GhostEngine(engine="perexample"), model, rows, rows, loss_fn=lambda m, b: m(b["x"]).sum(-1)
+  )
+  np.testing.assert_allclose(
+    result.dot, 3 * rows["x"] @ rows["x"].mean(0).astype(jnp.bfloat16).astype(np.float32), rtol=1e-6
+  )
+
+
+def test_positions_of_a_loss_without_any():
+  model = foreign.randomized(lambda rngs: nnx.Linear(5, 3, rngs=rngs))
+  rows = {"x": np.ones((N, 5), np.float32)}
+  with pytest.raises(ValueError, match=r"per_position=True needs losses of each position, but .* shape \(6,\)"):
+    ghost.GhostEngine(engine="jvp", per_position=True).score(model, rows, rows, loss_fn=squares)
+
+
 WEIGHTLESS = [("graddotprod", (5, 4)), ("jvp", (2, 4)), ("perexample", (2, 4)), ("graddotprod", (2, 3, 4))]
 
 

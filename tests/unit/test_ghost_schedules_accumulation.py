@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import oracles
 import pytest
+import routed
 import tiny
 from train_steps import VALIDATION, Run
 
@@ -72,6 +73,26 @@ def test_no_micro_batch_overwrites_anothers_scores(split, i):
   assert (scores[has_tokens] != 0).all()
   assert len(np.unique(scores[has_tokens])) == has_tokens.sum() > 9
   assert (scores[~has_tokens] == 0).all()
+
+
+COUPLED = {"experts": routed.MIXTRAL | {"load_balance_loss_weight": 2.0}, "dropout": {"dropout_rate": 0.3}}
+
+
+@pytest.mark.parametrize(
+  ("case", "batch"),
+  [("experts", UNEVEN), ("experts", HOLLOW), ("dropout", UNEVEN)],
+  ids=["experts", "hollow", "dropout"],
+)
+def test_forward_mode_scores_each_micro_batch_by_itself(case, batch):
+  """The load of the experts and the masks are those of a micro-batch, in the gradient and in both schedules' scores."""
+  keys = COUPLED[case] | {"opt_type": "sgd", "gradient_accumulation_steps": 3}
+  found, expected = (
+    Run(batch=batch, ghost_schedule=schedule, **(FLOAT64 | keys)).step(batch)
+    for schedule in ("forward_mode", "two_pass")
+  )
+  assert found["check_rel_err"][0] < 1e-10
+  by_row, expected_by_row = (out["contribution_BSK"].sum(1) for out in (found, expected))
+  assert oracles.relative_error(by_row, expected_by_row) < 1e-9
 
 
 def test_adams_direction_of_each_micro_batch_leaves_a_residual_and_the_columns_add_up():

@@ -12,6 +12,7 @@ import tiny
 from flax import nnx
 from train_steps import TRAIN, VALIDATION, Run
 
+from maxghost import config
 from maxghost.objectives import LanguageModelLoss
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
@@ -214,6 +215,14 @@ def test_validation_rows_see_no_dropout(steps_of):
       with jax.enable_x64(True), tiny.cheap_compilation():
         losses, weights = map(np.asarray, mean_loss(tiny.with_values(abstract, steps.around[i].params), VALIDATION))
         assert out["val_loss"][0] == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-10)
+
+
+def test_concat_refuses_dropout_which_would_reach_its_validation_rows():
+  with pytest.raises(
+    config.ConfigError, match=r"dropout_rate=0\.1 does not go with ghost_schedule=concat, which would"
+  ):
+    config.load(None, "ghost_schedule=concat", "dropout_rate=0.1")
+  config.load(None, "ghost_schedule=concat", "dropout_rate=0.1", "ghost_enabled=false")
 
 
 def test_reverse_scan_scores_as_two_pass_does(steps_of):

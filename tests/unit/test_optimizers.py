@@ -134,6 +134,17 @@ def test_clipping_by_the_global_norm(threshold, factor):
     np.testing.assert_allclose(clipped[name], factor * g, rtol=1e-6)
 
 
+def test_the_global_norm_of_bfloat16_gradients_is_a_float32_sum():
+  """Small arrays beside a large one: added one by one in bfloat16, each would be lost."""
+  gradients = {f"b{i}": jnp.full(7, 0.296875, jnp.bfloat16) for i in range(60)}
+  gradients["a"] = jnp.full((64, 64), 0.25, jnp.bfloat16)
+  expected = np.sqrt(60 * 7 * 0.296875**2 + 64 * 64 * 0.25**2)
+  norm, factor, clipped = optimizers.clip(gradients, 1.0)
+  assert float(norm) == pytest.approx(expected, rel=1e-6)
+  assert float(factor) == pytest.approx(1 / expected, rel=1e-6)
+  assert clipped["a"].dtype == jnp.bfloat16
+
+
 def test_a_zero_gradient_is_not_divided_by():
   _, factor, clipped = optimizers.clip({"a": jnp.zeros(3)}, 1.0)
   assert float(factor) == 1

@@ -19,7 +19,6 @@ from maxghost.config.schema import AdapterConfig, Config
 from maxghost.config.values import ConfigError
 from maxghost.models import dense
 from maxghost.models.moe import RoutedMoe
-from maxghost.parallel.shardings import slash_path
 
 _DENSE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
@@ -84,12 +83,10 @@ def disabled(model: Any) -> Any:
 
 def _places(model: Any) -> dict[str, tuple[Any, str, bool]]:
   """{path: (module, matrix of experts or '', whether an empty pattern means it)} of what can have an adapter."""
-  modules = [(slash_path(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-  routers = {id(node.gate) for _, node in modules if isinstance(node, RoutedMoe)}
   found = {}
-  for label, node in modules:
+  for label, node, is_router in quantized.modules(model):
     if type(node) in _DENSE:
-      found[label] = (node, "", id(node) not in routers)
+      found[label] = (node, "", not is_router)
     elif isinstance(node, RoutedMoe):
       found |= {f"{label}/{name}": (node, name, False) for name in (*node.branches, "wo")}
   return found

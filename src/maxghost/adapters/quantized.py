@@ -235,16 +235,21 @@ def quantize_experts(module: RoutedMoe, name: str, label: str, qtype: str) -> No
   _replace(module, name, f"lora_weight_qtype={qtype}: {label}", qtype, QuantizedMoe)
 
 
+def modules(model: Any) -> list[tuple[str, nnx.Module, bool]]:
+  """(path, module, whether it is the router of experts) of each module."""
+  found = [(slash_path(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+  routers = {id(node.gate) for _, node in found if isinstance(node, RoutedMoe)}
+  return [(label, node, id(node) in routers) for label, node in found]
+
+
 def places(model: Any, quantization: str) -> dict[str, tuple[Any, str, str]]:
   """{label: (module, name, form)} of the Params that `quantization`, int8w or int4w, holds in few bits: those of dense
   layers, experts and vocabulary, but not of routers."""
   (layers, vocabulary), found = WEIGHTS[quantization], {}
-  modules = [(slash_path(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-  routers = {id(node.gate) for _, node in modules if isinstance(node, RoutedMoe)}
-  for label, node in modules:
+  for label, node, is_router in modules(model):
     if isinstance(node, RoutedMoe):
       found |= {f"{label}/{name}": (node, name, layers) for name in (*node.branches, "wo")}
-    elif isinstance(node, nnx.LinearGeneral) and id(node) not in routers:
+    elif isinstance(node, nnx.LinearGeneral) and not is_router:
       found[f"{label}/kernel"] = node, "kernel", vocabulary if isinstance(node, OutputProjection) else layers
     elif isinstance(node, nnx.Embed) and label == "token_embedder":
       found[f"{label}/embedding"] = node, "embedding", "table"

@@ -441,7 +441,7 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} takes second derivatives, which {v['quantization']} has not; use {key}={none}, or quantization=''"
   own = plugins.OBJECTIVES[v.objective].validated_by or v.objective
   own_losses = any((plugins.without_objective(text)[1] or own) != v.objective for text in v.ghost_val_sets or ("",))
-  clips = direction == "marginal" and v.gradient_clipping_threshold > 0
+  clips, drops = direction == "marginal" and v.gradient_clipping_threshold > 0, v.ghost_enabled and v.dropout_rate > 0
   asked = {
     "rank": (v.ghost_rank > 0, "ghost_rank", "0"), "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
     "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", "one set"),
@@ -452,7 +452,7 @@ def scoring(v: Values) -> Iterator[str]:
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
     "adapters": (v.ghost_enabled and v.lora_rank > 0, "lora_rank", "0"),
     "selection": (v.ghost_select != "none", "ghost_select", "none"),
-    "unstacked": (not v.scan_layers, "scan_layers", "true"),
+    "unstacked": (not v.scan_layers, "scan_layers", "true"), "dropout": (drops, "dropout_rate", "0.0"),
     "qk_clip": (v.ghost_enabled and v.use_qk_clip, "use_qk_clip", "false"),
     "balance": (v.ghost_enabled and v.load_balance_loss_weight > 0, "load_balance_loss_weight", "0.0"),
     "further_tokens": (v.ghost_enabled and v.mtp_num_layers > 0, "mtp_num_layers", "0"),

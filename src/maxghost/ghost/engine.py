@@ -184,6 +184,9 @@ class GhostEngine:
   def _result(self, problem: schedules.Problem, scored: schedules.Scored, many: bool) -> GhostResult:
     twin, out = problem.twin, scored.passed
     per_param, additive = out.scores, scored.additive
+    if self.per_position and additive.ndim < 3:
+      found = f"per_position=True needs losses of each position, but those of the batch have shape {out.losses.shape}"
+      raise ValueError(f"{found}: return losses [n, T], or use per_position=False")
     if (with_positions := additive.ndim > 2) and twin is not None:
       per_param = {label: v.sum(-1) for label, v in per_param.items()}
       additive = total(twin, per_param)

@@ -56,12 +56,13 @@ def recalls(rule: UpdateRule, state: RuleState) -> bool:
 
 def last_products(rule: UpdateRule, state: RuleState, params: dict, gradients: list[dict]):
   """<G, update of the step before> [K], as in `sums`."""
-  total = jnp.zeros(len(gradients), float)
-  for label, value in params.items():
-    update = rule.last_update(value, state.of(label), state)
-    (products,) = partial_products([update], [gradient[label] for gradient in gradients])
-    total += jnp.stack([sums_P.sum() for sums_P in products])
-  return total
+  return inner_products({label: rule.last_update(x, state.of(label), state) for label, x in params.items()}, gradients)
+
+
+def inner_products(arrays: dict, gradients: list[dict]) -> Any:
+  """The inner product with each gradient, summed over the labels of `arrays`."""
+  found = [partial_products([x], [gradient[label] for gradient in gradients])[0] for label, x in arrays.items()]
+  return sum(jnp.stack([sums_P.sum() for sums_P in of_label]) for of_label in found)
 
 
 def partial_products(left: list, right: list) -> list[list]:
@@ -92,9 +93,7 @@ def _in_one_pass(arrays: list) -> list:
 
 def with_clipped(out: dict, before: dict, after: dict, gradients: list[dict]) -> dict:
   """Adds the column qk_clip [K]: <G, before - after> of the parameters that QK-Clip scaled; gradients as in `sums`."""
-  moved = {label: value - after[label] for label, value in before.items()}
-  products = [partial_products([x], [g[label] for g in gradients])[0] for label, x in moved.items()]
-  whole: Any = sum(jnp.stack([sums_P.sum() for sums_P in found]) for found in products)
+  whole = inner_products({label: value - after[label] for label, value in before.items()}, gradients)
   column = whole[: len(out["predicted"])]
   out = out | {"qk_clip": column, "predicted": out["predicted"] + column}
   if "predicted_curvature" in out:

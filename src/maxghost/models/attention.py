@@ -50,17 +50,9 @@ class Shape:
 
 
 def attend(
-  q_BTHh,
-  k_BSKh,
-  v_BSKh,
-  segment_ids_BT=None,
-  *,
-  kernel: str,
-  window: int | None = None,
-  sinks_H=None,
-  soft_cap: float | None = None,
-  scale: float | None = None,
-):
+  q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str, window: int | None = None, sinks_H=None,
+  soft_cap: float | None = None, scale: float | None = None,
+):  # fmt: skip
   """Softmax attention of each position over itself and the earlier positions of its own document; S = T.
 
   Args:

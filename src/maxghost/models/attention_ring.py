@@ -3,9 +3,10 @@
 C devices along the ring, N chunks of positions on each, t positions in a chunk; B batch, T positions of one device, K
 key/value heads, G query heads per key/value head, h head width. A device never holds more than two devices' keys.
 
-Under a causal mask the later positions have more to read. So each device takes a chunk from the front and one from the
-back of the row (chunks d and 2C - 1 - d): on every round all devices compute alike. Queries, keys and values move there
-and the outputs back. A sliding window needs no balance: there, chunks stay, and keys go only as far as they are seen.
+Under a causal mask later positions attend to more keys. So each device takes a chunk from the front and one from the
+back of the row (chunks d and 2C - 1 - d), and all devices compute the same amount in every round. Queries, keys and
+values are sent there, and the outputs are sent back. With a sliding window the load is balanced already: chunks stay
+where they are, and keys are sent only as far as they are visible.
 
 Source: Liu, Zaharia and Abbeel, arXiv:2310.01889; the two chunks: Llama team, arXiv:2407.21783, section 3.3.2.
 """

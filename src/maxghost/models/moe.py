@@ -28,7 +28,7 @@ _micro_batches = contextvars.ContextVar("maxghost_load_by", default=1)
 
 
 def counted_by(num_micro: int) -> contextlib.AbstractContextManager[None]:
-  """Counts the experts' load of each of so many micro-batches apart."""
+  """Counts the experts' load separately for each of `num_micro` micro-batches."""
   return shardings.setting(_micro_batches, num_micro)
 
 

@@ -3,13 +3,13 @@
 S stages, R repeats, M micro-batches of b rows, B = b M rows, L layers, of which a stage has R chunks of k. Row i M + m
 of a batch is row i of micro-batch m, so that devices which share the rows of a batch share those of each micro-batch.
 In M R + S - 1 iterations every stage applies one chunk to one micro-batch and passes the result on; the first stage
-keeps what comes back to it for the next repeat. A stage that waits computes something finite that nobody reads.
+keeps what comes back to it for the next repeat. A stage that waits computes finite numbers that are not used.
 
 `run` has two backward passes of equal values. Autodiff's goes back through the iterations, and gives the weights'
-gradients micro-batch by micro-batch. Inside `whole_rows` it is parted: the pipeline takes back the cotangents of the
-layers' inputs alone; then every stage takes its own chunks back once more, with the gradients of their layers from all
-rows at once, without waiting for another stage. A layer's Variables may then have anything to do with all rows of the
-batch.
+gradients micro-batch by micro-batch. Inside `whole_rows` it has two parts: first the pipeline computes only the
+cotangents of the layers' inputs; then every stage repeats the backward pass of its own chunks, without waiting for
+another stage, for the gradients of their layers from all rows at once. The gradient of a layer's Variable may then be
+any function of all rows of the batch.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxghost.models import autodiff, moe
-from maxghost.models.streaming import join_floats, separate_floats
+from maxghost.models.streaming import fetch, join_floats, separate_floats
 from maxghost.parallel import shardings
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.shardings import setting
@@ -205,7 +205,7 @@ class Pipe(NamedTuple):
 
     chunk(x, visit, micro-batch, kept) -> (y, kept). place: number of stages before this one.
 
-    A stage that waits does its first turn, of which it will replace what it keeps, or again its last one, with the
+    A stage that waits computes its first turn, whose kept arrays it will overwrite, or repeats its last one, with the
     same rows and so the same values.
     """
     slots, last = self.slots, self.num_stages - 1
@@ -229,7 +229,7 @@ class Pipe(NamedTuple):
   def _picked(self, layers) -> Callable:
     """pick([R, k, ...], visit) -> [k, ...]; of a single chunk the loop over iterations makes no copy."""
     if self.repeats > 1:
-      return _at
+      return fetch
     single = jax.tree.map(lambda x: x.squeeze(0), layers)
     return lambda layers, visit: single
 
@@ -303,11 +303,6 @@ def _take(tree, micro):
 
 def _put(tree, new, micro):
   return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, micro, 1), tree, new)
-
-
-def _at(layers, visit):
-  """[R, k, ...] -> [k, ...]"""
-  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, visit, keepdims=False), layers)
 
 
 def _starts(x, visit, micro) -> Sequence[Any]:

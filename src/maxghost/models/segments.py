@@ -52,14 +52,9 @@ def join(ys):
 
 
 def remat_scan(
-  f: Callable | None = None,
-  *,
-  segment_lengths: tuple[int, ...] = (),
-  length: int | None = None,
-  in_axes: tuple = (nnx.Carry, 0),
-  out_axes: Any = nnx.Carry,
-  policy: Callable | None = None,
-) -> Callable:
+  f: Callable | None = None, *, segment_lengths: tuple[int, ...] = (), length: int | None = None,
+  in_axes: tuple = (nnx.Carry, 0), out_axes: Any = nnx.Carry, policy: Callable | None = None,
+) -> Callable:  # fmt: skip
   """`nnx.scan` whose backward pass keeps only the carries at segment boundaries; also a decorator.
 
     @remat_scan(segment_lengths=(8,))

@@ -10,11 +10,11 @@ from maxghost.optimizers.adamw import AdamState, AdamW
 from maxghost.optimizers.base import Elementwise, Identity, Matrix, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.muon import Muon
 from maxghost.optimizers.sgd import Sgd
-from maxghost.optimizers.step_size import clip, factor_of, factor_without, learning_rate_schedule, scaled
+from maxghost.optimizers.step_size import clip, factor_of, factor_without, global_norm, learning_rate_schedule, scaled
 
 __all__ = [
   "AdamState", "AdamW", "Elementwise", "Identity", "Matrix", "Muon", "Parameter", "Response", "RuleState", "Sgd",
-  "UpdateRule", "by_label", "clip", "create", "direction_rule", "factor_of", "factor_without",
+  "UpdateRule", "by_label", "clip", "create", "direction_rule", "factor_of", "factor_without", "global_norm",
   "learning_rate_schedule", "make_optimizer", "reach", "register", "scaled",
 ]  # fmt: skip
 

@@ -30,12 +30,17 @@ def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
 
 
+def global_norm(tree):
+  """The root of the sum of all squares, in float32 or wider."""
+  return optax.tree_utils.tree_norm(jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree))
+
+
 def clip(grads, threshold: float):
   """Returns (global norm, clip_factor, grads * clip_factor); threshold 0 leaves grads unchanged."""
   # The barrier keeps the sum of squares from fusing with the computation of the gradients. Otherwise its order, and so
   # the last bit of the factor, would depend on whether the step is scored.
   grads = jax.lax.optimization_barrier(grads)
-  norm = optax.tree_utils.tree_norm(grads)
+  norm = global_norm(grads)
   clip_factor = factor_of(norm, threshold)
   return norm, clip_factor, jax.tree.map(lambda g: scaled(g, clip_factor, threshold), grads)
 

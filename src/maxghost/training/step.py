@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from maxghost import optimizers
@@ -89,7 +88,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
 def _norm(cfg: Config, state: nnx.State):
   segments = cfg.model.stacked_segments
-  return host_memory.norm(state, segments[0]) if segments else optax.tree_utils.tree_norm(state)
+  return host_memory.norm(state, segments[0]) if segments else optimizers.global_norm(state)
 
 
 def _clipped_update(cfg: Config, grads):

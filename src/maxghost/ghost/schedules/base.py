@@ -67,17 +67,18 @@ class Stored:
   refresh: jax.Array
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Secant:
-  """What an earlier validation gradient G' of the same rows tells of the curvature: G + weight (G - G') is expected in
-  the middle of this step.
+  """An earlier validation gradient G' of the same rows, for an estimate of the curvature: the gradient in the middle of
+  this step is taken to be G + weight (G - G').
 
-  earlier: K dicts {label: G'}. weight: the way from G to the middle of the step over the way from G' to G; 0: unknown.
-  own: 1; or 0 where the rows are new, so that earlier has G' - G of the rows before.
+  earlier: K dicts {label: G'}. weight: the distance (sum of learning rates) from G to the middle of the step, over that
+  from G' to G; 0: unknown. own: 1; 0 for new validation rows, where earlier holds G' - G of the previous rows.
   """
 
   earlier: list[dict]
-  weight: jax.Array
+  weight: Any
   own: Any = 1
 
 

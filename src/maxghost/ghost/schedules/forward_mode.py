@@ -6,32 +6,45 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.base import Model, Problem, Scored
-from maxghost.ghost.schedules.passes import accumulated, like, validation, whole_directions
 from maxghost.models import autodiff
+from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
 
 
 def run(problem: Problem) -> Scored:
-  """The training gradient, the exact direction of this very step, then one forward-mode pass."""
-  model = problem.model
-  passed = accumulated(model, problem.loss, problem.batch, problem.settings.num_micro)
-  found = validation(problem)
-  gradients, directions = whole_directions(problem, found.gradients, passed.grads)
-  grads = by_label(passed.grads)
-  sets = [jvp_scores(model, problem.loss, problem.batch, like(model.params, u)) for u in directions]
-  used = [sum(jnp.sum(grads[label] * v) for label, v in u.items()) for u in directions]
+  """The training gradient, the exact direction of this step in the parameters' dtypes, then one forward-mode pass."""
+  model, rows = problem.model, (problem.loss, problem.batch, problem.settings.num_micro)
+  passed = passes.accumulated(model, *rows)
+  found = passes.validation(problem)
+  gradients, labelled = passes.whole_directions(problem, found.gradients, passed.grads)
+  directions, grads = [passes.like(model.params, u) for u in labelled], by_label(passed.grads)
+  sets = [jvp_scores(model, *rows, u) for u in directions]
+  used = [sum(jnp.sum(grads[label] * v.astype(float)) for label, v in by_label(u).items()) for u in directions]
   return Scored(passed, found.losses, jnp.stack(sets), {}, found, gradients=gradients, used=jnp.stack(used))
 
 
-def jvp_scores(model: Model, loss_fn: Callable, batch, direction: nnx.State):
-  """<grad of (weight share times loss), u> of every example or position of the loss, at about two forward passes."""
+def jvp_scores(model: Model, loss_fn: Callable, batch, num_micro: int, direction: nnx.State):
+  """<grad of (weight share times loss), u> of every example or position of the loss, at about two forward passes.
 
-  def weighted(params):
-    losses, weights = loss_fn(model.merge(params), batch)
-    wide = jnp.promote_types(losses.dtype, jnp.float32)
-    weights = weights.astype(wide)
-    return losses.astype(wide) * weights / jnp.maximum(weights.sum(), jnp.finfo(wide).tiny)
+  In the micro-batches of `passes.accumulated`: rows of one may have a part in each other's losses (a load balance).
+  """
 
-  with autodiff.forward_mode():
-    return jax.jvp(weighted, (model.params,), (direction,))[1]
+  def along(rows):
+    """(derivatives of losses times weights, weights)"""
+
+    def weighted(params):
+      losses, weights = loss_fn(model.merge(params), rows)
+      weights = passes.wide_weights(losses, weights)
+      return losses.astype(weights.dtype) * weights, weights
+
+    with autodiff.forward_mode():
+      return jax.jvp(weighted, (model.params,), (direction,), has_aux=True)[1:]
+
+  if num_micro == 1:
+    products, weights = along(batch)
+  else:
+    parts = passes.MicroBatches(num_micro, as_objective(loss_fn).rows_per_unit)
+    products, weights = map(parts.joined, jax.lax.map(along, parts.cut(batch)))
+  return products / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)

@@ -7,7 +7,7 @@ batches may be a tuple with one for each.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,16 @@ from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain_state, slash_path
 
 
+def wide_weights(losses, weights):
+  """The weights, which may be flags, integers or narrow floats, in float32 or the wider type of the losses."""
+  return weights.astype(jnp.promote_types(losses.dtype, jnp.float32))
+
+
 def mean_loss(losses, weights):
   """Weighted mean in float32 or wider; 0 for a batch without weight."""
-  wide = jnp.promote_types(losses.dtype, jnp.float32)
-  weights = weights.astype(wide)
-  return jnp.sum(losses.astype(wide) * weights) / jnp.maximum(jnp.sum(weights), jnp.finfo(wide).tiny)
+  weights = wide_weights(losses, weights)
+  total = jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
+  return jnp.sum(losses.astype(weights.dtype) * weights) / total
 
 
 def validation_mean(losses, weights):
@@ -34,8 +39,9 @@ def validation_mean(losses, weights):
 
 
 def like(state: nnx.State, labelled: dict) -> nnx.State:
-  """A State of the same paths with the arrays of {label: array}."""
-  return nnx.from_flat_state([(path, v.replace(labelled[slash_path(path)])) for path, v in nnx.to_flat_state(state)])
+  """A State of the same paths and dtypes with the arrays of {label: array}."""
+  flat = [(path, v, labelled[slash_path(path)]) for path, v in nnx.to_flat_state(state)]
+  return nnx.from_flat_state([(path, v.replace(x.astype(v.get_value().dtype))) for path, v, x in flat])
 
 
 def validation_gradients(model: Model, loss_fn: Losses, batches: tuple):
@@ -59,9 +65,9 @@ def validation(problem: Problem) -> Validation:
 
   def renewed():
     losses, gradients = validation_gradients(*rows)
-    return losses, [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
+    return losses.astype(float), [g.astype(s.dtype) for g, s in zip(jax.tree.leaves(gradients), stored, strict=True)]
 
-  stale = lambda: (jnp.full((num_sets,), jnp.nan, stored[0].dtype), stored)  # noqa: E731
+  stale = lambda: (jnp.full((num_sets,), jnp.nan, float), stored)  # noqa: E731
   losses, leaves = jax.lax.cond(known.refresh, renewed, stale)
   return Validation(losses, jax.tree.unflatten(jax.tree.structure([problem.model.params] * num_sets), leaves))
 
@@ -166,7 +172,7 @@ def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None,
     built = model.merge(params) if twin is None else twin.merge(params, probes, directions, rest)
     with pipeline.whole_rows(twin is not None and twin.spec.in_backward):
       losses, weights, metrics = as_objective(loss_fn).measured(built, batch)
-    return mean_loss(losses, weights), (losses, weights, metrics)
+    return mean_loss(losses, weights), (losses, wide_weights(losses, weights), metrics)
 
   probes = None if twin is None else twin.zero_probes()
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
@@ -175,32 +181,36 @@ def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None,
   return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
 
 
+class MicroBatches(NamedTuple):
+  """How a batch is cut. num: M; micro-batch m holds units m, m + M, m + 2 M, ... together: adjacent rows of a unit."""
+
+  num: int
+  together: int
+
+  def cut(self, batch):
+    """[rows, ...] -> [M, rows per micro-batch, ...] in every leaf."""
+    units = lambda x: x.reshape(-1, self.num, self.together, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
+    return jax.tree.map(lambda x: units(x).reshape(self.num, -1, *x.shape[1:]), batch)
+
+  def joined(self, x, axis: int = 0):
+    """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
+    before, rest = x.shape[1 : axis + 1], x.shape[axis + 2 :]
+    x = jnp.moveaxis(x.reshape(self.num, *before, -1, self.together, *rest), 0, axis + 1)
+    return x.reshape(*before, -1, *rest)
+
+
 def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = None, directions: Any = None) -> TrainPass:
-  """`train_pass` in micro-batches, weighted exactly. num_micro: M; micro-batch m holds units m, m + M, m + 2 M, ...
+  """`train_pass` in micro-batches, weighted exactly. num_micro: M of `MicroBatches`.
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
   Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
   use each micro-batch's own gradient.
   """
-
-  def run(rows) -> TrainPass:
-    return train_pass(model, loss_fn, rows, twin, directions)
-
-  maxima, together = as_objective(loss_fn).maxima, as_objective(loss_fn).rows_per_unit
-
-  def micro_of(x):
-    """[rows, ...] -> [M, rows per micro-batch, ...], with the rows of a unit together."""
-    return x.reshape(-1, num_micro, together, *x.shape[1:]).swapaxes(0, 1).reshape(num_micro, -1, *x.shape[1:])
-
-  def rows_of(x, axis: int = 0):
-    """[M, ..., rows per micro-batch, ...] with the rows at `axis` of the rest -> the batch's row order."""
-    before, rest = x.shape[1 : axis + 1], x.shape[axis + 2 :]
-    x = jnp.moveaxis(x.reshape(num_micro, *before, -1, together, *rest), 0, axis + 1)
-    return x.reshape(*before, -1, *rest)
-
+  run = functools.partial(train_pass, model, loss_fn, twin=twin, directions=directions)
   if num_micro == 1:
     return run(batch)
-  micro = jax.tree.map(micro_of, batch)
+  maxima, parts = as_objective(loss_fn).maxima, MicroBatches(num_micro, as_objective(loss_fn).rows_per_unit)
+  micro, rows_of = parts.cut(batch), parts.joined
 
   def parted(metrics: dict) -> list[dict]:
     """[maxima, means]"""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.schedules.base import Model, Problem, Scored
-from maxghost.ghost.schedules.passes import mean_loss, train_pass, validation, whole_directions
+from maxghost.ghost.schedules.passes import mean_loss, train_pass, validation, whole_directions, wide_weights
 from maxghost.optimizers import by_label
 
 
@@ -28,13 +28,13 @@ def run(problem: Problem) -> Scored:
 
 
 def gradients_of(model: Model, loss_fn: Callable, batch) -> dict:
-  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss."""
+  """{label: [n, *parameter]}: the gradient of each example's share of the batch loss, in float32 or wider."""
 
   def loss(params, example):
     losses, weights = loss_fn(model.merge(params), jax.tree.map(lambda x: x[None], example))
-    return mean_loss(losses, weights), weights.sum()
+    return mean_loss(losses, weights), wide_weights(losses, weights).sum()
 
   grads, weight = jax.vmap(jax.grad(loss, has_aux=True), (None, 0))(model.params, batch)
   share = weight / jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
-  each = lambda g: g * share.reshape(-1, *([1] * (g.ndim - 1))).astype(g.dtype)  # noqa: E731
+  each = lambda g: g * share.reshape(-1, *([1] * (g.ndim - 1)))  # noqa: E731
   return {label: each(g) for label, g in by_label(grads).items()}

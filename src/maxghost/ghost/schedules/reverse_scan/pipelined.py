@@ -1,14 +1,14 @@
 """The walk on the stages of a pipeline (`models.pipeline`), exact for every direction.
 
-Micro-batches of training and of validation rows pass the stages one behind the other: forward, where every stage keeps
-the inputs of its layers, and back, where it keeps the cotangents of its chunks' outputs. Then each stage walks over its
-own chunks with all rows of both, without waiting for another stage. Where a set of validation rows does not divide into
-micro-batches of the training rows' size, every batch passes the stages for itself.
+Micro-batches of training and of validation rows pass through the stages one after another: forward, where every stage
+keeps the inputs of its layers, and back, where it keeps the cotangents of its chunks' outputs. Then each stage walks
+over its own chunks with all rows of both, without waiting for another stage. If a set of validation rows does not
+divide into micro-batches of the training rows' size, every batch passes through the stages separately.
 """
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +19,12 @@ from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
 from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows
 from maxghost.models import moe
 from maxghost.models.pipeline import SHARED, STACKED, Pipe
-
-_ARRAYS = ("arrays", "count", "clip_factor", "last_rate")  # of the optimizer's state
+from maxghost.optimizers import RuleState
 
 
 class Passage(NamedTuple):
-  """Batches that pass the stages together. places: of the batches among all. pipes: of each, with rows per micro-batch
-  in common; `whole` is the pipe of all their micro-batches."""
+  """Batches that pass through the stages together. places: their indices among all batches. pipes: one for each batch,
+  all with the same number of rows per micro-batch; `whole` is the pipe of all their micro-batches."""
 
   places: tuple[int, ...]
   pipes: tuple[Pipe, ...]
@@ -122,14 +121,17 @@ class Passed:
   def _walk(self, kept: list) -> dict:
     """What `layer.training_back` returns, of all layers. kept: what `forward` and `backward` of each passage keep."""
     layers, pipe = self.layers, self.passages[0].whole
-    state, secant = layers.state, layers.problem.secant
-    arrays = ({} if state is None else state.arrays), ([] if secant is None else self._earlier(secant))
-    small = [getattr(state, name, None) for name in _ARRAYS[1:]], layers.scalars, layers.probes
-    small = (*small, None if secant is None else (secant.weight, secant.own))
+    state, secant = layers.state, self._secant_of_layers()
 
-    def local(kept, stacked, arrays, small, batches):
+    def local(kept, stacked, state, secant, small, batches):
       flat = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pipe.chunks(tree))  # noqa: E731
-      own = _local(layers, flat(arrays), small)
+      own = copy.copy(layers)  # of this stage
+      own.scalars, own.probes = small
+      if state is not None:
+        own.state = dataclasses.replace(state, arrays=flat(state.arrays))
+      if secant is not None:
+        secant = dataclasses.replace(secant, earlier=flat(secant.earlier))
+        own.problem = dataclasses.replace(layers.problem, secant=secant)
       params, rest, numbers = pipe.chunks(stacked)
       here = params, rest, jnp.arange(numbers.size).reshape(numbers.shape)
       rows = [_with(rows, own, batch) for rows, batch in zip(self.batches, batches, strict=True)]
@@ -143,14 +145,17 @@ class Passed:
       _, out = jax.lax.scan(chunk, None, (pipe.by_chunk(inputs), cotangents, here))
       return pipe.stored(out)
 
-    batches = [rows.batch for rows in self.batches]
-    specs = (STACKED, STACKED, STACKED, SHARED, SHARED), STACKED
-    return pipe.map(local, *specs)(kept, layers.stacked(), arrays, small, batches)
+    batches, small = [rows.batch for rows in self.batches], (layers.scalars, layers.probes)
+    arrays: Any = STACKED  # of the layers; the rest is whole on every stage
+    of_state, of_secant = state and RuleState(arrays, *[SHARED] * 3), secant and Secant(arrays, SHARED, SHARED)
+    specs = (STACKED, STACKED, of_state, of_secant, SHARED, SHARED), STACKED
+    return pipe.map(local, *specs)(kept, layers.stacked(), state, secant, small, batches)
 
-  def _earlier(self, secant) -> list[dict]:
-    """`Secant.earlier` of the layers."""
+  def _secant_of_layers(self) -> Secant | None:
+    if (secant := self.layers.problem.secant) is None:
+      return None
     labels = self.layers.labelled(self.layers.params)
-    return [{label: earlier[label] for label in labels} for earlier in secant.earlier]
+    return dataclasses.replace(secant, earlier=[{label: x[label] for label in labels} for x in secant.earlier])
 
   def _parted(self, trees: Sequence) -> list:
     """One tree for each batch, from one for each passage."""
@@ -173,19 +178,6 @@ class Passed:
       kept = Kept(train_input)
       cotangent, out = layer_lib.training_back(rows[-1], cotangents[-1], kept, tuple(gradients), None, layer)
     return [*below, cotangent], out
-
-
-def _local(layers: Layers, arrays: tuple, small: tuple) -> Layers:
-  """The layers of one stage. arrays: of the optimizer's state and of the secant. small: whole on every stage."""
-  own, (of_state, earlier), (of_step, scalars, probes, of_secant) = copy.copy(layers), arrays, small
-  own.scalars, own.probes = scalars, probes
-  if layers.state is not None:
-    fields: Iterator = zip(_ARRAYS, (of_state, *of_step), strict=True)
-    own.state = dataclasses.replace(layers.state, **dict(fields))
-  if of_secant is not None:
-    secant = Secant(earlier, *of_secant)
-    own.problem = dataclasses.replace(layers.problem, secant=secant)
-  return own
 
 
 def _with(rows: Rows, layers: Layers, batch) -> Rows:

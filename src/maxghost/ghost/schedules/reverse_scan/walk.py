@@ -87,7 +87,7 @@ def _embedded(rows: Rows):
 def _forward(rows: Rows, passed: pipelined.Passed | None, place: int):
   """(`Kept` of all layers, or the inputs of all segments; input of the head; links of tied tables; part).
 
-  passed, place: all batches on stages, and this one's place among them. part: parts the cotangent of the head's input
+  passed, place: all batches on stages, and this one's index among them. part: splits the cotangent of the head's input
   into those of the outputs of `embed`, or None, and of the last layer.
   """
   layers, vjp, ghost = rows.layers, rows.vjp, ()
@@ -237,8 +237,8 @@ def _segment_back(batches: Pair, x_val, train_boundaries, number, cotangents: Pa
   def training(state, scanned):
     ct, held = state
     place, x, others, made, layer = scanned
-    first = jax.tree.map(lambda h: jax.lax.dynamic_index_in_dim(h, place, keepdims=False), held)
-    ct, out = layer_lib.training_back(batches.train, ct, x, (first, *others) if gradients else (), made, layer)
+    of_layer = (streaming.fetch(held, place), *others) if gradients else ()
+    ct, out = layer_lib.training_back(batches.train, ct, x, of_layer, made, layer)
     # A layer's training gradient replaces its validation gradient, which has been used.
     grads = out.pop("grads")
     held = jax.tree.map(lambda h, g: jax.lax.dynamic_update_index_in_dim(h, g, place, 0), held, grads)
