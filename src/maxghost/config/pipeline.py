@@ -50,7 +50,7 @@ def check(v: Any) -> Iterator[str]:
     return
   units = v.base_num_decoder_layers // v.inhomogeneous_layer_cycle_interval
   _, problem = split(units, stages, v.num_layers_per_pipeline_stage, v.num_pipeline_repeats)
-  if problem and v.scan_layers:
+  if problem:
     yield problem
   yield from _rows(v, stages)
   yield from _refused(v, stages)
