@@ -1,7 +1,10 @@
 """Local checkpoints in one process: what is written, kept, refused, and read into other shardings."""
 
+import itertools
 import json
 import os
+import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxghost.checkpoint.local import Piece
+from maxghost.checkpoint import manager as manager_module
+from maxghost.checkpoint.local import LocalCheckpoints, Piece, peer_shift
 from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
 from maxghost.config import ConfigError, load
 from maxghost.config.files import config_dir
+from maxghost.parallel import distributed
 
 
 def placed(values, mesh, *axes):
@@ -141,6 +146,7 @@ def test_one_from_before_the_run_went_on_elsewhere_is_left_out(tmp_path, manager
   tree = tree_of(meshes[0], ("a", "b"))
   assert manager.restore_latest(abstract(tree)) is None
   manager.save(2, tree, {})
+  manager.wait()
   manager.save(6, tree, {"of": "first"}, local=True)
   manager._local.wait()
   away, near = tmp_path / "away", tmp_path / "near"
@@ -185,6 +191,145 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match=r"local_checkpoint_directory=.*file/x cannot be written .*name a folder"):
     CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "file" / "x"))
+
+
+class Processes:
+  """Threads that take each other for processes of a run: `run` gives what a function of their number returns."""
+
+  def __init__(self, monkeypatch, count):
+    self._count, self._own, self._said = count, threading.local(), {}
+    self._all = threading.Barrier(count, timeout=20)
+    monkeypatch.setattr(distributed, "count", lambda: count)
+    monkeypatch.setattr(distributed, "index", lambda: self._own.index)
+    monkeypatch.setattr(distributed, "is_first", lambda: self._own.index == 0)
+    monkeypatch.setattr(distributed, "gather", self._gather)
+
+  def _gather(self, value):
+    said = self._said.setdefault(next(self._own.numbers), {})
+    said[self._own.index] = json.dumps(value)
+    self._all.wait()
+    return [json.loads(said[index]) for index in range(self._count)]
+
+  def run(self, work):
+    found = [None] * self._count
+
+    def one(index):
+      self._own.index, self._own.numbers = index, itertools.count()
+      found[index] = work(index)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(self._count)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    self._said.clear()
+    return found
+
+
+def test_a_process_that_cannot_read_its_part_leaves_no_other_waiting(tmp_path, monkeypatch, meshes):
+  """Both processes go on to the same exchange, whatever happens to one of them."""
+  tree = {"w": tree_of(meshes[0], ("a", "b"))["model"]["w"]}
+  written = LocalCheckpoints(tmp_path / "0", tmp_path, "x")
+  written.save(4, tree, {})
+  written.wait()
+  name = written.names()[0]
+
+  def restore(index):
+    near = LocalCheckpoints(tmp_path / str(index), tmp_path, f"y{index}")
+    if near.usable() != [name]:
+      return "not usable"
+    reason = ""
+    if index:
+      monkeypatch.setattr(near, "_lend", lambda *_: 1 / 0)
+    try:
+      near.restore(name, abstract(tree))
+    except Exception as error:
+      reason = str(error)
+    return distributed.gather(["after", reason])
+
+  ours, theirs = Processes(monkeypatch, 2).run(restore)
+  assert ours == theirs and [one[0] for one in ours] == ["after", "after"]
+  assert all("could not be written (process 1: ZeroDivisionError" in one[1] for one in ours)
+
+
+def test_what_one_process_cannot_read_is_compared_by_none(manager, monkeypatch, meshes):
+  """Checksums are sums over all processes: one that is missing would be waited for."""
+  tree = tree_of(meshes[0], ("a", "b"))
+  manager.save(2, tree, {})
+  manager.wait()
+  gather = lambda mine: [mine, "OSError: disk broken" if isinstance(mine, str) else mine]  # noqa: E731
+  monkeypatch.setattr(distributed, "gather", gather)
+  monkeypatch.setattr(manager_module, "checksums", lambda leaves: pytest.fail("process 1 does not add up"))
+  with pytest.raises(CheckpointError, match="none of the checkpoints"):
+    manager.restore_latest(abstract(tree))
+  assert "cannot be used (OSError: disk broken)" in manager.said[0]
+
+
+@pytest.mark.parametrize(
+  ("machines", "shift"),
+  [((0,), 0), ((0, 1), 1), ((0, 0, 1, 1), 2), ((0, 1, 0, 1), 1), ((0, 1, 2), 1), ((0, 0, 1), 0), ((0, 0), 0)],
+)
+def test_the_peer_of_a_process_is_on_another_machine(machines, shift):
+  """Also where numbers go around the machines, as with srun --distribution=cyclic."""
+  assert peer_shift(machines) == shift
+
+
+def test_what_only_one_machine_holds_is_sent_from_it_once(tmp_path, monkeypatch):
+  """Two processes on each of two machines: what both of one machine hold would be lost with it."""
+  boots = iter("aabb")
+  processes = Processes(monkeypatch, 4)
+  machines = dict(enumerate(boots))
+  gather = distributed.gather
+  monkeypatch.setattr(distributed, "gather", lambda value: gather(machines[distributed.index()]))
+
+  def sends(index):
+    near = LocalCheckpoints(tmp_path, tmp_path, "x")
+    return [near._sends(holders) for holders in ({0}, {0, 1}, {2, 3}, {0, 2}, {0, 1, 2, 3})]
+
+  found = np.array(processes.run(sends))
+  np.testing.assert_array_equal(found.sum(0), [1, 1, 1, 0, 0])
+  assert found[0, :2].all() and found[2, 2]
+
+
+def test_a_local_one_does_not_wait_for_a_durable_one(tmp_path, manager, monkeypatch, meshes):
+  tree = tree_of(meshes[0], ("a", "b"))
+  manager.save(2, tree, {})
+  waiting = manager._manager.wait_until_finished
+  monkeypatch.setattr(manager._manager, "wait_until_finished", lambda: pytest.fail("it would take an hour"))
+  manager.save(3, tree, {}, local=True)
+  monkeypatch.setattr(manager._manager, "check_for_errors", lambda: 1 / 0)
+  with pytest.raises(CheckpointError, match=r"checkpoints/2 could not be written \(ZeroDivisionError"):
+    manager.save(4, tree, {}, local=True)
+  monkeypatch.undo()
+  monkeypatch.setattr(manager._manager, "wait_until_finished", waiting)
+  manager.wait()
+  assert folders(tmp_path) == ["3"]
+
+
+def test_two_processes_of_a_machine_empty_its_folder_at_once(tmp_path, manager, monkeypatch, meshes):
+  """One finds it gone, or with the other's next checkpoint in it."""
+  tree = tree_of(meshes[0], ("a", "b"))
+  manager.save(2, tree, {}, local=True)
+  rmdir = Path.rmdir
+
+  def faster(path):
+    rmdir(path)
+    raise FileNotFoundError(path)
+
+  monkeypatch.setattr(Path, "rmdir", faster)
+  manager.save(3, tree, {})
+  manager.wait()
+  assert manager.newest().endswith("checkpoints/3")
+
+
+def test_what_is_no_checkpoint_is_passed_over(tmp_path, manager, meshes):
+  """A file of the system in the folder; and a checkpoint in the making is not named as a good one."""
+  tree = tree_of(meshes[0], ("a", "b"))
+  manager.save(2, tree, {}, local=True)
+  manager._local.wait()
+  (manager._local.folder / ".DS_Store").write_text("")
+  (manager._local.folder / f"5-{manager._local.attempt}").mkdir()
+  assert manager.newest() == "the local one of step 2" and manager.restore_latest(abstract(tree)).step == 2
 
 
 @pytest.mark.parametrize(

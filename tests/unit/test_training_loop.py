@@ -177,7 +177,7 @@ def make_config(**changes):
   return config.replace(config.load(), **(base | changes))
 
 
-def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **trouble):
+def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, program=None, watch=None, **trouble):
   """One process: opens the logs, goes to the newest checkpoint and trains. Returns (outcome, steps begun)."""
   folder.mkdir(exist_ok=True)
   signals = SimpleNamespace(requested=False)
@@ -197,10 +197,10 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, **
     writer = Writer(folder, tuple(VAL_SETS), period=3)
     scores = ScoreRecorder(writer, dataset.document_id, ("code", "tables"), folder / "ghost" / "tokens")
     scores.restore(position.scores, position.completed_steps)
-  sinks = Sinks(console or Quiet(), log, scores, checkpoints)
+  sinks = Sinks(console or Quiet(), log, scores, checkpoints, **({"watch": watch} if watch else {}))
   prefetcher = Prefetcher(dataset.train, jax.device_put, cfg.run.steps - position.completed_steps)
   hardware = Hardware(1, None, B, StepFlops(6e6, 2e6))
-  program = ToyProgram(signals=signals, val_every=cfg.ghost.ghost_val_every, **trouble)
+  program = program or ToyProgram(signals=signals, val_every=cfg.ghost.ghost_val_every, **trouble)
   loop = TrainingLoop(cfg, program, dataset, sinks, signals, hardware)
   try:
     return loop.run(state, position, prefetcher)
@@ -524,3 +524,29 @@ def test_a_schedule_without_columns_is_logged_without_them(tmp_path, monkeypatch
   assert "ghost/predicted_drop/manual" not in found[3] and "ghost/actual_drop/manual" in found[3]
   line = next(line for line in console.lines if line.startswith("completed step: 3,"))
   assert "val_loss" in line
+
+
+def test_no_compilation_counts_as_a_hang(tmp_path):
+  """What is waited for with a limit is never a compilation, whichever function it is of."""
+  bounded, asked = [], set()
+
+  class Compiling(ToyProgram):
+    def __getattribute__(self, name):
+      if name in ("train_step", "plain_step", "executable"):
+        asked.add(name)
+        assert not bounded[-1], name
+      return super().__getattribute__(name)
+
+    def is_ready(self, name):
+      return False
+
+    def executable(self, name):
+      pass
+
+    def plain_step(self, state, batch, val_batches):
+      return self._step(state, batch, val_batches)
+
+  cfg = make_config(ghost_every=2, ghost_val_refresh_steps=2)
+  watch = lambda step, doing, program="", **given: bounded.append(given.get("bounded", False))  # noqa: E731
+  run_toy(tmp_path / "run", cfg, program=Compiling(), watch=watch)
+  assert asked == {"train_step", "plain_step", "executable"} and any(bounded)

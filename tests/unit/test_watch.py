@@ -1,7 +1,9 @@
 """The watch over processes, with signs of life made up for the others."""
 
+import atexit
 import json
 import math
+import threading
 import time
 
 import jax
@@ -37,7 +39,7 @@ class Store(dict):
     return list(self.items())
 
 
-def watched(monkeypatch, capsys, others, phases, patience=1.0):
+def watched(monkeypatch, capsys, others, phases, patience=1.0, explained=True):
   """What process 0 prints, and its exit code."""
   codes = []
 
@@ -49,7 +51,8 @@ def watched(monkeypatch, capsys, others, phases, patience=1.0):
   monkeypatch.setattr(distributed, "exit_at_once", end)
   monkeypatch.setattr(multihost, "get_jax_distributed_client", lambda: Store(others))
   one = watch.Watch(patience)
-  one.explain = lambda program: f"whose first collective between processes is that of {program}"
+  if explained:
+    one.explain = lambda program: f"whose first collective between processes is that of {program}"
   for phase in phases:
     one(*phase[:3], bounded=phase[3])
   with pytest.raises(EndOfRun):
@@ -84,6 +87,43 @@ def test_a_slow_or_unbounded_phase_is_no_hang(monkeypatch, capsys, limit):
   behind = lambda own: own | {"number": 1, "limit": limit, "seconds": 7.0}  # noqa: E731
   said, codes = watched(monkeypatch, capsys, {1: behind}, STEP, patience=0.5)
   assert codes == [] and said == ""
+
+
+@pytest.mark.parametrize("ask", [lambda *_: time.sleep(10**6), lambda *_: 1 / 0])
+def test_a_hang_is_named_although_nothing_more_can_be_said_of_it(monkeypatch, capsys, ask):
+  """As where the checkpoints are on the file server that hangs."""
+  monkeypatch.setattr(watch, "ASK_SECONDS", 0.1)
+  one = watch.Watch(1.0)
+  one.explain = one.advice = ask
+  monkeypatch.setattr(watch, "Watch", lambda patience: one)
+  said, codes = watched(monkeypatch, capsys, {1: lambda own: own | {"limit": 0.1}}, STEP, explained=False)
+  assert codes == [1] and said.endswith("in all processes for 0 s; start all processes again\n"), said
+
+
+def test_the_store_may_fail_for_a_while(monkeypatch, capsys):
+  """The others would take a process that is no longer heard of for one that hangs."""
+  answers = iter([False, True, True, False, True])
+
+  def at_times(own):
+    if not next(answers, True):
+      raise jax.errors.JaxRuntimeError("UNAVAILABLE: the service is busy")
+    return own | {"limit": 0.1}
+
+  said, codes = watched(monkeypatch, capsys, {1: at_times}, STEP)
+  assert codes == [1] and "hangs in all processes" in said
+
+
+def test_the_thread_has_ended_before_python_does(monkeypatch):
+  """A thread that is inside the runtime then aborts the process, after a run that is complete."""
+  at_exit = []
+  monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  monkeypatch.setattr(multihost, "get_jax_distributed_client", lambda: Store({}))
+  watch.Watch(1000.0).start()
+  thread = next(thread for thread in threading.enumerate() if thread.name == "watch")
+  for function, *arguments in at_exit:
+    function(*arguments)
+  assert not thread.is_alive()
 
 
 def test_a_process_without_a_sign_of_life_is_named_with_what_it_did(monkeypatch, capsys):

@@ -2,16 +2,19 @@
 
 Every process keeps `<folder>/<step>-<attempt>/`, with attempt a word of this start of the run:
   <process>.bin, .json        the bytes of its pieces of the arrays; what they are, and the positions of the checkpoint
-  <process>.peer.bin, .json   the pieces that only one other process holds, the one half of the processes before it
+  <process>.peer.bin, .json   of what only one other machine holds, the pieces of a process there
 A piece is what the sharding gives to one device. A checkpoint can be used when the processes that start again hold all
 pieces between them, whatever their number, order and mesh: each reads its own files, and what it lacks goes
 through the shared folder.
 """
 
 import collections
+import contextlib
 import functools
 import json
 import math
+import os
+import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +30,8 @@ from maxghost.config.files import check_seal, sealed, write_text, write_whole
 from maxghost.parallel import distributed
 
 CHUNK = 1 << 24  # bytes that a process sends to its peer at a time
-LENT = ".lent-"  # folder of what processes read of each other, in the shared one
+LENT = ".lent-"  # begins the folders of what processes read of each other, in the shared one
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 
 
 class Piece(NamedTuple):
@@ -67,7 +71,12 @@ class LocalCheckpoints:
   def __init__(self, folder: Path, shared: Path, attempt: str, attempts: Sequence[tuple[str, int]] = (),
                say: Callable[[str], None] = print):  # fmt: skip
     self.folder, self.attempt, self._say = folder, attempt, say
-    self._shared, self._attempts = shared / f"{LENT}{attempt}", attempts
+    self._shared, self._attempts = shared, attempts
+    self._machines = machines()
+    self._shift = peer_shift(self._machines) or distributed.count() // 2
+    if distributed.count() > 1 and not peer_shift(self._machines):
+      uneven = "machines have unlike numbers of processes, so that some copies stay on the machine of the original"
+      self._say(f"maxghost: note: local checkpoints: {uneven}; start as many processes on each machine")
     self._pool = ThreadPoolExecutor(1, "local-checkpoint")
     self._writing: tuple[str, Future] | None = None
     self._places: dict[str, dict[Piece, Place]] = {}  # by name of the checkpoint
@@ -75,7 +84,7 @@ class LocalCheckpoints:
     self._headers: dict[str, dict] = {}
 
   def save(self, step: int, flat: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
-    """Copies the pieces of this process, and sends those that no other process has to its peer; the rest happens in
+    """Copies the pieces of this process, and sends those that no other machine has to its peer; the rest happens in
     the background. flat: the arrays by slash path. record: that of process 0 is kept. Raises OSError where the last
     save could not be written."""
     self.wait()
@@ -88,12 +97,12 @@ class LocalCheckpoints:
         piece = Piece.at(name, shard.index, x.shape)
         if piece not in held:
           held[piece] = _bytes(np.array(shard.data))  # a copy, since the next step takes the memory of the array
-          alone += [piece] if len(holders[piece]) == 1 else []
+          alone += [piece] if self._sends(holders[piece]) else []
     record = distributed.gather(record if distributed.is_first() else None)[0]  # the metrics are process 0's alone
     header = {"leaves": {name: [str(x.dtype), x.shape] for name, x in flat.items()}, "record": record}
     parts = {str(distributed.index()): ([*held], [*held.values()])}
     if distributed.count() > 1:
-      parts[f"{distributed.index()}.peer"] = _exchange(alone, [held[piece] for piece in alone])
+      parts[f"{distributed.index()}.peer"] = _exchange(alone, [held[piece] for piece in alone], self._shift)
     folder = self.folder / f"{step}-{self.attempt}"
     self._writing = folder.name, self._pool.submit(_write, folder, parts, header)
 
@@ -101,7 +110,8 @@ class LocalCheckpoints:
     """Waits until the last save is on disk, then removes those before it. Raises OSError where it failed."""
     if self._writing is not None:
       (name, written), self._writing = self._writing, None
-      together(written.result, f"local checkpoint {self.folder / name} could not be written")
+      fix = "make room there for two checkpoints at a time, or name another local_checkpoint_directory"
+      together(written.result, f"local checkpoint {self.folder / name} could not be written", fix)
       self.keep(name)  # not before: until all have written it, the one before is needed
 
   def drop(self, step: int) -> None:
@@ -110,7 +120,7 @@ class LocalCheckpoints:
     for name in self.names():
       if step_of(name) <= step:
         shutil.rmtree(self.folder / name, ignore_errors=True)  # another process of this machine may remove it too
-    if self.folder.is_dir() and not any(self.folder.iterdir()):
+    with contextlib.suppress(OSError):  # it holds others, or another process of this machine has removed it
       self.folder.rmdir()
 
   def keep(self, kept: str) -> None:
@@ -145,7 +155,7 @@ class LocalCheckpoints:
 
   def restore(self, name: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays of a usable checkpoint, placed as `wanted` asks; those bytes that no file of this machine has come
-    through the shared folder."""
+    through the shared folder. Where one process fails, the others wait for it nowhere."""
     pieces, places = collections.defaultdict(set), dict(self._places.get(name, {}))
     for piece in set[Piece]().union(*self._of_all[name]):
       pieces[piece.name].add(piece)
@@ -154,32 +164,46 @@ class LocalCheckpoints:
       own = {Piece.at(leaf, at, x.shape) for at in x.sharding.addressable_devices_indices_map(x.shape).values()}
       lacking |= {piece for piece in pieces[leaf] - places.keys() if any(map(piece.overlap, own))}
     asked = {_piece(*piece) for one in distributed.gather([*map(list, sorted(lacking))]) for piece in one}
+    lenders = {piece: next(i for i, held in enumerate(self._of_all[name]) if piece in held) for piece in sorted(asked)}
+    shared = self._shared / f"{LENT}{self.attempt}-{name}"
     if asked:
-      lend = functools.partial(self._lend, name, asked, places)
-      together(lend, f"{self._shared}, through which processes read pieces of each other, could not be written")
-      for path in sorted(self._shared.glob("*.json")):
+      lend = functools.partial(self._lend, shared, name, lenders, places)
+      together(lend, f"{shared}, through which processes read pieces of each other, could not be written")
+    try:
+      for lender in sorted(set(lenders.values())):  # by name: a network file system may not list new files at once
+        path = shared / f"{lender}.json"
         places = _places(path, json.loads(path.read_text())) | places
-    arrays = {leaf: _array(leaf, x, pieces[leaf], places) for leaf, x in wanted.items()}
-    distributed.gather(None)
-    if asked and distributed.is_first():
-      shutil.rmtree(self._shared)
-    return arrays
+      return {leaf: _array(leaf, x, pieces[leaf], places) for leaf, x in wanted.items()}
+    finally:
+      distributed.gather(None)
+      if asked and distributed.is_first():
+        shutil.rmtree(shared, ignore_errors=True)
 
   def close(self) -> None:
     self._pool.shutdown()
 
-  def _lend(self, name: str, asked: set[Piece], places: Mapping[Piece, Place]) -> None:
-    """Writes the pieces that other processes asked for and that no process of a lower number has."""
-    first = [next(i for i, held in enumerate(self._of_all[name]) if piece in held) for piece in sorted(asked)]
-    lent = [piece for i, piece in zip(first, sorted(asked), strict=True) if i == distributed.index()]
+  def _sends(self, holders: set[int]) -> bool:
+    """Whether this process is the one that sends a piece of these processes to its peer: they are on one machine."""
+    return len({self._machines[process] for process in holders}) == 1 and min(holders) == distributed.index()
+
+  def _lend(self, shared: Path, name: str, lenders: Mapping[Piece, int], places: Mapping[Piece, Place]) -> None:
+    """Writes the pieces that other processes asked for, of those that this process lends."""
+    lent = [piece for piece, lender in lenders.items() if lender == distributed.index()]
     leaves = self._headers[name]["leaves"]
     if lent:
       blobs = (_bytes(_stored(piece, places[piece], leaves[piece.name][0])) for piece in lent)
-      _write(self._shared, {str(distributed.index()): (lent, blobs)}, {"leaves": leaves})
+      _write(shared, {str(distributed.index()): (lent, blobs)}, {"leaves": leaves})
 
   def names(self) -> list[str]:
     """Of all that this machine has a part of."""
-    return [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+      found = os.listdir(self.folder)
+    return [name for name in found if name.partition("-")[0].isdecimal()]
+
+  def newest(self) -> int:
+    """The step of the newest of which a process of this machine has written all; -1: there is none."""
+    return max((step_of(name) for name in self.names() if any((self.folder / name).glob("*.json"))), default=-1)
 
   def _is_current(self, name: str) -> bool:
     """Whether no attempt after it has gone on from an earlier step; such a one has written records and scores anew."""
@@ -212,22 +236,41 @@ class LocalCheckpoints:
       return None
 
 
-def together(work: Callable[[], Any], said: str) -> None:
-  """Does a work in every process. Raises OSError in all of them where one cannot do it, with what is `said` of it."""
+def together(work: Callable[[], Any], said: str, fix: str = "") -> None:
+  """Does a work in every process. Raises OSError in all of them where one cannot do it, with what is `said` of it, why,
+  and what helps."""
   reason = ""
   try:
     work()
   except OSError as error:
     reason = error.strerror or str(error)
+  except Exception as error:  # the others must not wait for this process, whatever it is
+    reason = f"{type(error).__name__}: {error}"
   reasons = distributed.gather(reason)
   if found := next((f"process {number}: {reason}" for number, reason in enumerate(reasons) if reason), ""):
-    raise OSError(f"{said} ({found})")
+    raise OSError(f"{said} ({found}){fix and f'; {fix}'}")
 
 
-def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray]) -> tuple[list[Piece], list[np.ndarray]]:
-  """Gives these pieces to the process half of all after this one, in another slice if there are any; returns those of
-  the process half before it, and their bytes."""
-  count, shift = distributed.count(), distributed.count() // 2
+def machines() -> list[int]:
+  """The number of the machine of each process; where all are on one, each counts as a machine of its own."""
+  said = distributed.gather(BOOT.read_text().strip() if BOOT.exists() else platform.node())
+  return list(map(said.index, said)) if len(set(said)) > 1 else list(range(len(said)))
+
+
+def peer_shift(machines: Sequence[int]) -> int:
+  """How far behind each process its peer is, so that no machine has the peer of one of its own: as near to half of all
+  processes as possible; 0: nothing does it."""
+  count = len(machines)
+  for shift in sorted(range(1, count), key=lambda shift: abs(shift - count // 2)):
+    if all(machines[i] != machines[i - shift] for i in range(count)):
+      return shift
+  return 0
+
+
+def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) -> tuple[list[Piece], list[np.ndarray]]:
+  """Gives these pieces to the process `shift` after this one; returns those of the process `shift` before it, and their
+  bytes."""
+  count = distributed.count()
   said = distributed.gather([[*map(list, pieces)], sum(map(len, blobs))])
   (received, left), most = said[(distributed.index() - shift) % count], max(size for _, size in said)
   size, chunks = min(CHUNK, -(-most // 4) * 4), []
@@ -300,8 +343,8 @@ def _places(path: Path, header: Mapping) -> dict[Piece, Place]:
 
 def _stored(piece: Piece, place: Place, dtype: Any) -> np.ndarray:
   num_bytes = math.prod(piece.shape) * np.dtype(dtype).itemsize
-  found = np.memmap(place[0], np.uint8, "r", place[1], (num_bytes,))
-  return found.view(dtype).reshape(piece.shape)
+  # Not mapped into memory: there, a disk that cannot be read ends the process without a word.
+  return np.fromfile(place[0], np.uint8, num_bytes, offset=place[1]).view(dtype).reshape(piece.shape)
 
 
 def _array(leaf: str, x: jax.ShapeDtypeStruct, pieces: Iterable[Piece], places: Mapping[Piece, Place]) -> jax.Array:

@@ -107,8 +107,7 @@ class CheckpointManager:
 
   def newest(self) -> str:
     """Where the newest checkpoints lie, of those that this process sees; empty: there are none."""
-    local = max(map(local_files.step_of, self._local.names() if self._local else ()), default=-1)
-    steps = self.steps()
+    local, steps = self._local.newest() if self._local else -1, self.steps()
     told = [str(self.path(steps[-1]))] if steps else []
     return ", ".join(told + ([f"the local one of step {local}"] if local > max(steps, default=-1) else []))
 
@@ -117,10 +116,13 @@ class CheckpointManager:
     """Copies the arrays and writes them in the background; `tree` may be donated as soon as this returns.
 
     frozen: arrays that never change, of which only the checksums are written (`check_frozen`). local: writes a local
-    checkpoint. Waits for an earlier save first. Raises CheckpointError, or OSError of a local one, where that one, or
-    this one, could not be written.
+    checkpoint, also while a durable one is being written. Waits for an earlier one of its kind first. Raises
+    CheckpointError, or OSError of a local one, where that one, or this one, could not be written.
     """
-    self.wait()
+    if not local:
+      self.wait()
+    elif self._saving is not None:
+      self._guard(lambda: None)  # raises what the durable one has met so far
     tree = _with_raw_keys(tree)
     if frozen and not self._frozen:
       self._frozen = _checksums(frozen)
@@ -132,7 +134,8 @@ class CheckpointManager:
       return
     self._saving = step
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
-    self._guard(self._try_to_write)
+    if distributed.count() > 1:  # a process that cannot write would leave the others waiting inside a save
+      self._guard(lambda: _try_to_write(self._directory))
     self._guard(lambda: self._manager.save(step, args=items, force=True))
 
   def wait(self) -> None:
@@ -162,18 +165,20 @@ class CheckpointManager:
     for step, name in sorted(found, reverse=True):  # of one step the local one first, whose bytes are near
       reason, restored, path = "", None, self._local.folder / name if self._local and name else self.path(step)
       try:
-        restored = self._restore(step, name, wanted)
+        restored = self._read(step, name, wanted)
       except CheckpointError:
         raise
       except Exception as error:  # Orbax and TensorStore raise what they like for a damaged file
         if "RESOURCE_EXHAUSTED" in str(error):
           raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-      if reason := next(filter(None, distributed.gather(reason)), ""):  # what one process cannot read, none uses
+      # What one process cannot read, none uses. All add up checksums together, so only where each has read its part.
+      reason = next(filter(None, distributed.gather(reason)), "") or _changed(restored)
+      if reason:
         unusable += [] if name else [step]
         self._say(f"maxghost: checkpoint {path} cannot be used ({reason}); trying the one before")
         continue
-      assert restored is not None, "without a reason against it, it was read"
+      assert restored is not None
       self._set_aside(unusable)
       self._begin(step, name)
       then, now = restored.positions.get("made_with", {}), made_with()
@@ -208,8 +213,9 @@ class CheckpointManager:
       fix = "put them back, or start a new run_name"
       raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 
-  def _restore(self, step: int, local: str, wanted: Mapping) -> Restored:
-    """local: name of a local checkpoint; empty: a durable one."""
+  def _read(self, step: int, local: str, wanted: Mapping) -> Restored:
+    """A checkpoint, before its arrays are compared with their checksums. local: the name of a local one; empty: a
+    durable one."""
     path, items = self.path(step), "items"
     if local:
       assert self._local is not None, "it has named this checkpoint"
@@ -228,9 +234,6 @@ class CheckpointManager:
     else:
       _check_leaves(path, _flatten(self._manager.item_metadata(step)[items].tree), _flatten(wanted))
       tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))[items]
-    for name, found in _checksums(tree).items():
-      if positions["checksums"].get(name) != found:
-        raise ValueError(f"the bytes of {name} changed since they were saved")
     return Restored(step, tree, positions, path)
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
@@ -254,13 +257,6 @@ class CheckpointManager:
       where = f" by process {process}" if len(found) > 1 else ""
       raise CheckpointError(f"checkpoint {self.path(self._saving or 0)} could not be written{where} ({found[process]})")
 
-  def _try_to_write(self) -> None:
-    """Fails where a process cannot write, before it leaves the others waiting inside a save."""
-    if distributed.count() > 1:
-      path = self._directory / f".writable_{distributed.index()}"
-      write_text(path, "1")
-      path.unlink()
-
   def _check_shared(self) -> None:
     """Raises ConfigError in every process if one does not see what process 0 writes."""
     if distributed.count() == 1:
@@ -282,7 +278,7 @@ class CheckpointManager:
     if distributed.is_first():  # the run is known by a word of its own: another of its name may have been here
       self._directory.mkdir(parents=True, exist_ok=True)
       for lent in self._directory.glob(f"{local_files.LENT}*"):
-        shutil.rmtree(lent)
+        shutil.rmtree(lent, ignore_errors=True)
       if not self._attempts_path.exists():
         write_text(self._attempts_path, json.dumps({"run": secrets.token_hex(4), "attempts": []}))
       found = json.loads(self._attempts_path.read_text())
@@ -292,8 +288,7 @@ class CheckpointManager:
 
     def try_to_write() -> None:
       own.mkdir(parents=True, exist_ok=True)
-      write_text(own.parent / f".writable_{distributed.index()}", "1")
-      (own.parent / f".writable_{distributed.index()}").unlink()
+      _try_to_write(own)
 
     try:
       local_files.together(try_to_write, f"local_checkpoint_directory={folder} cannot be written")
@@ -312,6 +307,12 @@ class CheckpointManager:
     if steps:
       distributed.gather(None)
     self._manager.reload()
+
+
+def _try_to_write(folder: Path) -> None:
+  path = folder / f".writable_{distributed.index()}"
+  write_text(path, "1")
+  path.unlink()
 
 
 def _sees(path: Path, text: str) -> bool:
@@ -369,6 +370,14 @@ def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, An
   missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
   if text := misfit(path, sorted(missing), sorted(extra), unlike):
     raise CheckpointError(text)
+
+
+def _changed(restored: Restored | None) -> str:
+  """What the checksums say against a checkpoint that was read; '' for nothing."""
+  assert restored is not None, "without a reason against it, every process has read it"
+  saved = restored.positions.get("checksums", {})
+  changed = (name for name, found in _checksums(restored.tree).items() if saved.get(name) != found)
+  return next((f"the bytes of {name} changed since they were saved" for name in changed), "")
 
 
 def _flatten(tree: Any) -> dict[str, Any]:

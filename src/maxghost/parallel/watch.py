@@ -5,6 +5,8 @@ for how long. All processes do the same things in the same order, so that the on
 that the others wait for.
 """
 
+import atexit
+import contextlib
 import itertools
 import json
 import math
@@ -21,6 +23,7 @@ from maxghost.config.values import print_problem
 from maxghost.parallel import distributed
 
 _ALIVE = "maxghost/alive"  # in the key-value store
+ASK_SECONDS = 20.0  # for a part of a message, which may have to read what hangs too
 FIRST_SECONDS = 1800.0  # for the first of a kind of phase, of which no other shows how long it takes
 
 
@@ -52,6 +55,7 @@ class Watch:
     self._phase = Phase(0, "", "prepares the run", "", time.monotonic(), math.inf)
     self._heard: dict[int, tuple[dict, float]] = {}  # by process: its last sign of life and when it came
     self._told: set[int] = set()
+    self._ended = threading.Event()
     self.explain: Callable[[str], str] = lambda program: ""
     self.advice: Callable[[], str] = lambda: "start all processes again"
 
@@ -69,30 +73,41 @@ class Watch:
   def start(self) -> None:
     """Begins to watch, if there are other processes."""
     if distributed.count() > 1:
-      threading.Thread(target=self._run, daemon=True, name="watch").start()
+      thread = threading.Thread(target=self._run, daemon=True, name="watch")
+      thread.start()
+      atexit.register(self._end, thread)
+
+  def _end(self, thread: threading.Thread) -> None:
+    """Stops the thread: Python would abort with it if it ended while the thread is inside the runtime."""
+    self._ended.set()
+    thread.join(ASK_SECONDS)
 
   def _run(self) -> None:
     from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
 
-    store: Any = multihost.get_jax_distributed_client()
-    interval = self._silent_seconds / 8
+    store, interval = multihost.get_jax_distributed_client(), self._silent_seconds / 8
     for beat in itertools.count():
-      try:
-        store.key_value_set(f"{_ALIVE}/{distributed.index()}", json.dumps(self._sign(beat)), allow_overwrite=True)
-        signs = store.key_value_dir_get(_ALIVE)
-      except jax.errors.JaxRuntimeError:  # process 0, which has the store, is gone: JAX ends this one
+      # The store may answer next time. Where process 0, which has it, is gone, JAX ends this process.
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        self._look(store, beat, interval)
+      if self._ended.wait(interval):
         return
-      now = time.monotonic()
-      for key, text in signs:
-        process, sign = int(key.rpartition("/")[2]), json.loads(text)
-        if process not in self._heard or self._heard[process][0]["beat"] != sign["beat"]:
-          self._heard[process] = sign, now
-      self._name_silent(now)
-      if problem := self._hang(now):
-        print_problem(f"process {distributed.index()} of {distributed.count()}: {problem}; {self.advice()}")
-        time.sleep(3 * interval)  # until the others have seen it too
-        distributed.exit_at_once(1)
-      time.sleep(interval)
+
+  def _look(self, store: Any, beat: int, interval: float) -> None:
+    """Gives a sign of life and reads those of the others. Ends the process where one hangs."""
+    store.key_value_set(f"{_ALIVE}/{distributed.index()}", json.dumps(self._sign(beat)), allow_overwrite=True)
+    signs, now = store.key_value_dir_get(_ALIVE), time.monotonic()
+    for key, text in signs:
+      process, sign = int(key.rpartition("/")[2]), json.loads(text)
+      if process not in self._heard or self._heard[process][0]["beat"] != sign["beat"]:
+        self._heard[process] = sign, now
+        self._told.discard(process)
+    self._name_silent(now)
+    if problem := self._hang(now):
+      advice = _asked(self.advice) or "start all processes again"
+      print_problem(f"process {distributed.index()} of {distributed.count()}: {problem}; {advice}")
+      time.sleep(3 * interval)  # until the others have seen it too
+      distributed.exit_at_once(1)
 
   def _sign(self, beat: int) -> dict[str, Any]:
     phase, frame = self._phase, sys._current_frames().get(threading.main_thread().ident or 0)
@@ -122,10 +137,24 @@ class Watch:
       return ""
     waiting = [sign for process, (sign, _) in self._heard.items() if process not in late]
     program = next((other["program"] for other in waiting if other["program"]), sign["program"])
-    explained = self.explain(program) if program else ""
+    explained = _asked(self.explain, program) if program else ""
     if not waiting:
       return f"{sign['doing']} hangs in all processes for {seconds:.0f} s{explained and f' ({explained})'}"
     names, does = ", ".join(map(str, sorted(late))), f"{sign['doing']}, at {sign['line']}"
     waits = f"the others wait for {'it' if len(late) == 1 else 'them'}"
     where = f" in {program}{explained and f', {explained}'}" if program else ""
     return f"process {names} of {distributed.count()} hangs for {seconds:.0f} s ({does}); {waits}{where}"
+
+
+def _asked(function: Callable[..., str], *arguments: str) -> str:
+  """What a function says, for a message; empty where it fails, or hangs as a file system may."""
+  said: list[str] = []
+
+  def ask() -> None:
+    with contextlib.suppress(Exception):
+      said.append(function(*arguments))
+
+  thread = threading.Thread(target=ask, daemon=True)
+  thread.start()
+  thread.join(ASK_SECONDS)
+  return said[0] if said else ""

@@ -144,11 +144,10 @@ class TrainingLoop:
     replaced = self._closing or self._close_replaced_rows(step)
     is_plain = bool(self._val_sets) and not self._validation.is_scored(step)
     name = "plain_step" if is_plain else "train_step"
+    self._sinks.watch(step, f"waits until {name} is compiled")
+    run = getattr(self._program, name)
     self._sinks.watch(step, f"starts {name}", name, bounded=True)
-    if is_plain:
-      self._state, outputs = self._program.plain_step(self._state, fetched.arrays, ())
-    else:
-      self._state, outputs = self._program.train_step(self._state, fetched.arrays, self._validation.batches(step))
+    self._state, outputs = run(self._state, fetched.arrays, () if is_plain else self._validation.batches(step))
     self._read_started()
     self._read = functools.partial(self._read_outputs, step, name, fetched, outputs, replaced)
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
@@ -173,9 +172,11 @@ class TrainingLoop:
     """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""
     if not self._validation.replaces(step):
       return None
-    self._sinks.watch(step, "closes the account of earlier rows")  # which may wait for a compilation
-    if not self._program.is_ready("closing"):  # still compiling, early in a run: not counted in a step's time
+    is_ready = self._program.is_ready("closing")
+    if not is_ready:  # still compiling, early in a run: not counted in a step's time
       self._read_started()
+    self._sinks.watch(step, "closes the account of earlier rows")  # which may wait for a compilation
+    if not is_ready:
       self._program.executable("closing")
       self._restart_clock()
     closing = self._program.closing(self._state, self._validation.batches(step - 1))
