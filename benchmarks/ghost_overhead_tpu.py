@@ -1,13 +1,13 @@
 """What scoring costs on a TPU, by its real compiler and without a TPU: the rows of ghost_overhead.py, ahead of time.
 
-  python benchmarks/ghost_overhead_tpu.py [--chip v5p] [--shape gpt2-small|llama-1b] [--rows TEXT] [key=value ...]
+  python benchmarks/ghost_overhead_tpu.py [--chip v5p] [--shape gpt2-small,llama-1b] [--rows TEXT] [key=value ...]
 
 Needs libtpu (`pip install '.[tpu]'`); without it this prints one line and stops. bfloat16 compute, 16,384 training
-tokens and one validation row, one chip. `estimated` is the compiler's own estimate of the seconds of a step, relative
-to the plain step: not a timing. XLA counts the body of a loop once, so layers are unrolled; steps of 1 and of 2 layers
-are compiled, and what the second one adds is counted once for each layer of the model. With ghost_val_every=4 one step
-of four has the validation pass, and three do not: both are compiled. --rows: rows whose name holds one of these texts,
-separated by |.
+tokens and one validation row, one chip; that row is a sixteenth of the rows of gpt2-small, an eighth of those of
+llama-1b. `estimated` is the compiler's own estimate of the seconds of a step, relative to the plain step: not a timing.
+XLA counts the body of a loop once, so layers are unrolled; steps of 1 and of 2 layers are compiled, and what the second
+one adds is counted once for each layer of the model. With ghost_val_every=4 one step of four has the validation pass,
+and three do not: both are compiled. --rows: rows whose name holds one of these texts, separated by |.
 """
 
 import os
@@ -55,16 +55,32 @@ NAMES = (PLAIN, EXACT, RANK, EVERY, "two_pass exact, adam", "two_pass rank 32, 4
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, chip="v5p", shape="gpt2-small", rows="")
-  for option, known in (("chip", CHIPS), ("shape", SHAPES)):
-    if getattr(args, option) not in known:
-      print(f"--{option} {getattr(args, option)}: use one of {', '.join(known)}")
+  args = _measure.arguments(__doc__, chip="v5p", shape=",".join(SHAPES), rows="")
+  shapes = args.shape.split(",")
+  for option, values, known in (("chip", [args.chip], CHIPS), ("shape", shapes, SHAPES)):
+    if wrong := [value for value in values if value not in known]:
+      print(f"--{option} {wrong[0]}: use one of {', '.join(known)}")
       return 2
   libtpu = _measure.version("libtpu")
   if libtpu is None:
     print("skipped: libtpu is not installed; pip install '.[tpu]' brings the TPU compiler")
     return 0
-  device, (num_layers, keys) = chip(args.chip), SHAPES[args.shape]
+  rows, figures = [], []
+  for shape in shapes:
+    found = counted_steps(shape, args)
+    for name, step in found.items():
+      flops, seconds, moved = (step[counter] / found[PLAIN][counter] for counter in COUNTERS)
+      row = {"shape": shape, "step": name, "FLOPs": flops, "estimated": seconds, "bytes": moved}
+      rows.append(row | {"seconds": step[COUNTERS[1]]})
+      said = f"{shape}, {name}, estimated time over plain ({args.chip})"
+      figures.append(Figure(said, seconds, limit=TARGETS.get(name), form="{:.3f}"))
+  notes = [f"libtpu {libtpu}; estimates of the compiler for whole models, not timings"]
+  return _measure.publish("ghost_overhead_tpu", rows, figures, notes, path=args.json)
+
+
+def counted_steps(shape: str, args) -> dict[str, dict[str, float]]:
+  """{row: the compiler's counters of its step}."""
+  device, (num_layers, keys) = chip(args.chip), SHAPES[shape]
   found: dict[str, dict[str, float]] = {}
   for name in NAMES:
     if name not in (PLAIN, RANK) and not any(text in name for text in args.rows.split("|")):
@@ -73,15 +89,8 @@ def main() -> int:
     found[name] = step = counted(overrides, device, num_layers, refresh=False if name == EVERY else None)
     if name == EVERY:  # the first of four steps is that of the row before
       found[name] = {counter: (found[RANK][counter] + 3 * step[counter]) / 4 for counter in step}
-    print(f"{name}: compiled in {(time.perf_counter() - begin) / 60:.1f} min", file=sys.stderr, flush=True)
-  rows, figures = [], []
-  for name, step in found.items():
-    flops, seconds, moved = (step[counter] / found[PLAIN][counter] for counter in COUNTERS)
-    rows.append({"step": name, "FLOPs": flops, "estimated": seconds, "bytes": moved, "seconds": step[COUNTERS[1]]})
-    said = f"{args.shape}, {name}, estimated time over plain ({args.chip})"
-    figures.append(Figure(said, seconds, limit=TARGETS.get(name), form="{:.3f}"))
-  notes = [f"libtpu {libtpu}; estimates of the compiler for {num_layers} layers, not timings"]
-  return _measure.publish("ghost_overhead_tpu", rows, figures, notes, path=args.json)
+    print(f"{shape}, {name}: compiled in {(time.perf_counter() - begin) / 60:.1f} min", file=sys.stderr, flush=True)
+  return found
 
 
 COUNTERS = ("flops", "optimal_seconds", "bytes accessed")

@@ -172,7 +172,7 @@ def overhead_table(results: dict[str, dict]) -> str:
       of = "" if base == "plain step" else f" of {base}"
       wanted[step] = f"{figure['wanted']}{of}, {_verdict(figure)}"
   tpu = results.get("ghost_overhead_tpu", {"rows": (), "figures": (), "machine": {}})
-  estimates = {row["step"]: row for row in tpu["rows"]}
+  estimates = {row["step"]: row for row in tpu["rows"] if row.get("shape", "gpt2-small") == "gpt2-small"}
   chips = {figure["name"].rpartition("(")[2].rstrip(")") for figure in tpu["figures"]}
   device = " ".join(["TPU", *chips])
   rows = []
@@ -183,8 +183,8 @@ def overhead_table(results: dict[str, dict]) -> str:
     rows.append(shown | {f"{device}: FLOPs": estimate["FLOPs"], f"{device}: time": estimate["estimated"]})
   intro = (
     "What scoring costs: GPT-2 small's layer shapes at width 512, 16 training rows and one validation row, on CPU\n"
-    "(times measured in turns; memory: the compiler's temporaries); and at width 768 according to the TPU compiler\n"
-    "ahead of time, whose times are estimates. One validation row is a sixteenth of the training rows."
+    "(times measured in turns; memory: the compiler's temporaries); and of GPT-2 small by the TPU compiler ahead of\n"
+    "time, whose times are estimates. One validation row is a sixteenth of the training rows."
   )
   by = f"By `benchmarks/ghost_overhead.py` on {described(found['machine'])}"
   if tpu["rows"]:
