@@ -1,3 +1,3 @@
-"""maxghost: train language models and learn what every training example was worth."""
+"""maxghost: train language models and score every training example."""
 
 __version__ = "0.2.0"

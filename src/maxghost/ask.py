@@ -1,4 +1,4 @@
-"""`maxghost ask RUN "question"`: answers, with the training documents that made this very answer likelier.
+"""`maxghost ask RUN "question"`: answers, with the training documents that made this answer more likely.
 
 The documents are those of an index that `maxghost attribute RUN --data DOMAIN=GLOB --index RUN/index` wrote. Values are
 nats by which one exposure of a document is predicted to lower the loss of the answer, summed over its tokens.

@@ -22,12 +22,12 @@ VERBS = {
   "report": ("maxghost.report", "tables and report.html of a run"),
   "scores": ("maxghost.scores", "query the scores of a run"),
   "generate": ("maxghost.generate", "continue a prompt with a trained model"),
-  "ask": ("maxghost.ask", "answer a question, with the documents that made the answer likelier"),
+  "ask": ("maxghost.ask", "answer a question, with the documents that made the answer more likely"),
   "serve": ("maxghost.serve", "answer OpenAI's API over HTTP, with a page that shows an answer's sources"),
   "attribute": ("maxghost.attribute", "score a corpus against queries at fixed checkpoints"),
   "data": ("maxghost.data.__main__", "prepare a corpus for training"),
   "distill-logits": ("maxghost.distill_logits", "write a teacher's logits once, for distillation without the teacher"),
-  "checkpoint": ("maxghost.interop.__main__", "convert, compare, list checkpoints: MaxText Linen, NNX, maxghost"),
+  "checkpoint": ("maxghost.interop.__main__", "convert, compare, inspect checkpoints: MaxText Linen, NNX, maxghost"),
   "train_compile": ("maxghost.train_compile", "compile the step for a topology: memory and shardings, without devices"),
 }
 

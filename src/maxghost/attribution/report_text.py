@@ -60,7 +60,7 @@ def lead(part: SetSummary) -> str:
 def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger, with notes on large momentum and on a large rest; or that there is none."""
   if not ledger_lines(ledger):
-    return "This log holds neither predicted nor measured drops of its steps, only what each example was worth."
+    return "This log holds neither predicted nor measured drops of its steps, only the contributions of examples."
   count = f"{integer(len(ledger.steps))} step{'s' if len(ledger.steps) != 1 else ''}"
   steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
   text = f"The predicted drops of the steps, added up over {steps}."
