@@ -25,7 +25,7 @@ import jax
 import pytest
 
 # A busy machine is no failure of the code: the suite has time limits of its own.
-hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")
 
 jax.config.update("jax_num_cpu_devices", 8)
