@@ -297,6 +297,17 @@ def test_settings_without_another_state_are_tried_on_the_same_one():
   assert estimated.change(ghost_rank=500) is None  # saves nothing: the trainer would refuse it
 
 
+def test_no_setting_is_advised_that_the_devices_refuse():
+  """Half of 8 rows is 4 for 8 devices to train on; 5 rows of validation do not join those of 8 devices."""
+  keys = {"ghost_select": "topk", "ghost_select_fraction": 0.5, "per_device_batch_size": 2, "ghost_val_batch_size": 8}
+  cfg = tiny.make_config(**keys)
+  estimated = estimate(cfg, over(cfg, data=8))
+  assert estimated.change(attention="blockwise") is not None
+  assert estimated.change(per_device_batch_size=1) is None
+  cfg = tiny.make_config(ghost_val_batch_size=5, per_device_batch_size=1)
+  assert estimate(cfg, over(cfg, data=8)).change(ghost_schedule="concat") is None
+
+
 def test_a_run_begins_with_the_table():
   estimated = estimate(tiny.make_config())
   assert any(line.split()[0] == "parameters" for line in report.start_lines(estimated, None))

@@ -60,7 +60,9 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
 
     def change(**keys) -> MemoryEstimate | None:
       try:
-        return of(config.replace(cfg, **keys))
+        changed = config.replace(cfg, **keys)
+        devices.check_layout(changed, layout)
+        return of(changed)
       except config.ConfigError:
         return None
 
