@@ -6,10 +6,10 @@ import ctypes
 ARENA_MAX = -8  # mallopt's M_ARENA_MAX: how many heaps the threads share that start from here on
 
 
-def keep(freed: bool = True) -> None:
-  """Whether freed memory stays with the process. Else the temporaries of each step, one block, are mapped anew."""
-  call("mallopt", -1, 2**31 - 1 if freed else 128 * 1024)  # M_TRIM_THRESHOLD, bytes
-  call("mallopt", -4, 0 if freed else 65536)  # M_MMAP_MAX: blocks with a mapping of their own
+def keep() -> None:
+  """Freed memory stays with the process. Else the temporaries of each step, one block, would be mapped anew."""
+  call("mallopt", -1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+  call("mallopt", -4, 0)  # M_MMAP_MAX: blocks with a mapping of their own
 
 
 def call(function: str, *arguments: int) -> None:

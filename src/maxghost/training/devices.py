@@ -40,7 +40,8 @@ def open_layout(cfg: Config) -> Layout:
   distributed.start(cfg.parallel)
   distributed.check_same_config(cfg)
   layout = Layout.of(cfg.parallel)
-  heap.keep(layout.mesh.devices.flat[0].platform == "cpu")
+  if layout.platform == "cpu":
+    heap.keep()
   host_memory.check(cfg, layout.mesh.devices.flat[0])
   return layout
 
