@@ -72,7 +72,8 @@ def make_step(cfg: Config, num_documents: int = 3) -> Step:
   """The step of `cfg` on a batch of per_device_batch_size rows and, with ghost on, a batch per validation set."""
   heap.call("mallopt", heap.ARENA_MAX, 1)  # as the trainer, which does it before XLA starts its threads
   configure_jax(cfg)
-  heap.keep(jax.default_backend() == "cpu")
+  if jax.default_backend() == "cpu":
+    heap.keep()
   batch = jax.device_put(packed_batch(cfg, cfg.data.per_device_batch_size, 0, num_documents))
   sets = cfg.val_sets
   val_batches = tuple(

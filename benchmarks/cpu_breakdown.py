@@ -150,8 +150,9 @@ def update(weights: list):
 
 def whole(step, kept: bool) -> float:
   """Seconds of a step, after one that fills the heap or leaves it empty."""
-  heap.keep(kept)
   if not kept:
+    heap.call("mallopt", -1, 128 * 1024)  # what the C library begins with: M_TRIM_THRESHOLD, and below M_MMAP_MAX
+    heap.call("mallopt", -4, 65536)
     heap.call("malloc_trim", 0)
   step()
   seconds = _measure.timed(step)

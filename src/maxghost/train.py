@@ -6,6 +6,7 @@ run failed, with the reason in one line; 2 wrong input, nothing was written; 130
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 
 from maxghost import cli
@@ -22,7 +23,23 @@ def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns the exit code."""
   sys.unraisablehook = _report_unraisable  # to the end of the process, since such callbacks may come late
   with StopSignals() as signals:  # before JAX is imported, whose own code loses an early Ctrl-C
-    return cli.run_command(functools.partial(_run, signals=signals), argv, "train", SWITCHES)
+    try:
+      code = cli.run_command(functools.partial(_run, signals=signals), argv, "train", SWITCHES)
+    except Exception:
+      if not _is_one_of_several():
+        raise
+      traceback.print_exc()
+      code = 1
+    if code and _is_one_of_several():
+      from maxghost.parallel import distributed
+
+      distributed.leave(code)
+    return code
+
+
+def _is_one_of_several() -> bool:
+  """Whether this process has joined others. Does not import JAX, without which none has."""
+  return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 def _report_unraisable(unraisable, before=sys.unraisablehook) -> None:
@@ -131,8 +148,6 @@ def _train(
     print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
     distributed.exit_at_once(130)
     raise
-  if distributed.count() > 1:
-    distributed.exit_at_once(1)  # JAX would wait for the others, which wait for this process
   return 1
 
 
