@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
       traceback.print_exc()
       code = 1
     if code and _is_one_of_several():
-      from maxghost.parallel import distributed
+      from maxghost.parallel import watch
 
-      distributed.leave(code)
+      watch.leave(code)
     return code
 
 

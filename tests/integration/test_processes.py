@@ -339,3 +339,35 @@ def test_a_write_that_fails_in_one_process_ends_both_at_once(folder):
   assert time.monotonic() - begin < 200
   for code, err in ended:
     assert code == 1 and "could not be written by process 1" in err and "Traceback" not in err, err[-3000:]
+
+
+ERRORS = {
+  "a line": ("from maxghost.config import ConfigError as Error", 2, "maxghost: broken here"),
+  "a traceback": ("Error = TypeError", 1, "TypeError: broken here"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kind", "process"), [("a line", 0), ("a line", 1), ("a traceback", 1)])
+def test_an_error_that_one_process_meets_alone_ends_both(folder, kind, process):
+  """The other waits for it, and JAX would let it wait for the other."""
+  error, code, said = ERRORS[kind]
+  patch = f"""
+from maxghost import data
+{error}
+
+def broken(*args, **options):
+  raise Error("broken here")
+
+data.make_dataset = broken
+"""
+  begin, changes = time.monotonic(), ("run_name=alone", "jax_distributed_timeouts=60,30")
+  run = Processes(folder, 2, *changes, patches={process: patch})
+  other, codes = 1 - process, run.codes()
+  assert time.monotonic() - begin < 120
+  texts = [run.text(i) for i in range(2)]
+  assert (codes[process], codes[other]) == (code, 1), [text[-3000:] for text in texts]
+  assert said in texts[process] and "*** " not in texts[process], texts[process][-3000:]
+  waited = f"process {other} of 2: process {process} of 2 has ended with code {code}; its output says why"
+  assert waited in texts[other] and "*** " not in texts[other], texts[other][-3000:]

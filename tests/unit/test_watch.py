@@ -36,7 +36,7 @@ class Store(dict):
       raise EndOfRun("nothing was noticed")
 
   def key_value_dir_get(self, prefix):
-    return list(self.items())
+    return [(key, value) for key, value in self.items() if key.startswith(prefix)]
 
 
 def watched(monkeypatch, capsys, others, phases, patience=1.0, explained=True):
@@ -98,6 +98,44 @@ def test_a_hang_is_named_although_nothing_more_can_be_said_of_it(monkeypatch, ca
   monkeypatch.setattr(watch, "Watch", lambda patience: one)
   said, codes = watched(monkeypatch, capsys, {1: lambda own: own | {"limit": 0.1}}, STEP, explained=False)
   assert codes == [1] and said.endswith("in all processes for 0 s; start all processes again\n"), said
+
+
+@pytest.mark.parametrize("process", [0, 2])
+@pytest.mark.parametrize("fails_too", [False, True])
+def test_a_process_that_has_failed_is_named_unless_this_one_fails_too(monkeypatch, capsys, process, fails_too):
+  """Process 0, which holds the store, waits at its end for the others to see it, and they for its end."""
+  waited, leaving = [], threading.Event()
+  if fails_too:
+    leaving.set()
+  monkeypatch.setattr(watch, "_leaving", leaving)
+  monkeypatch.setattr(time, "sleep", waited.append)
+  monkeypatch.setattr(Store, "__init__", lambda self, others: left(self, others))
+
+  def left(store, others):
+    store._others, store._beat = others, 190
+    store[f"maxghost/left/{process}"] = "2"
+
+  said, codes = watched(monkeypatch, capsys, {1: lambda own: own, 2: lambda own: own}, (), patience=0.1)
+  assert waited[0] == (watch.LEAVE_SECONDS if process else 1.0) < 2 * watch.LEAVE_SECONDS
+  wanted = f"maxghost: process 0 of 3: process {process} of 3 has ended with code 2; its output says why; start all "
+  assert (codes, said) == ([], "") if fails_too else (codes == [1] and said.startswith(wanted))
+
+
+def test_a_process_that_fails_tells_the_others_and_ends_whatever_they_do(monkeypatch):
+  store, codes, leaving = {}, [], threading.Event()
+
+  class Told:
+    def key_value_set(self, key, value, allow_overwrite):
+      store[key] = value
+
+  monkeypatch.setattr(watch, "_leaving", leaving)
+  monkeypatch.setattr(watch, "LEAVE_SECONDS", 0.1)
+  monkeypatch.setattr(distributed, "index", lambda: 3)
+  monkeypatch.setattr(distributed, "exit_at_once", codes.append)
+  monkeypatch.setattr(multihost, "get_jax_distributed_client", Told)
+  monkeypatch.setattr(jax.distributed, "shutdown", lambda: time.sleep(5))  # waits for the others
+  watch.leave(2)
+  assert codes == [2] and store == {"maxghost/left/3": "2"} and leaving.is_set()
 
 
 def test_the_store_may_fail_for_a_while(monkeypatch, capsys):

@@ -1,12 +1,10 @@
 """Several processes: starting together, exchanging values, detecting a lost one. A single process uses no network."""
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,6 @@ HINTS = (
 )  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 PATIENCE_MS = 1_800_000  # for another live process; a dead one is detected by its missing heartbeats
-LEAVE_SECONDS = 10.0
 MOST_SKEW = 10.0  # seconds between two clocks that are not reported
 
 # Error messages for a lost peer: a status code of the coordination service (also from Orbax' barriers), a connection
@@ -174,20 +171,6 @@ def end_without_peers(error: BaseException, advice: str) -> None:
   said = f"another process of the run is lost ({_first_line(error)}); {advice}"
   print(f"maxghost: process {index()} of {count()}: {said}", file=sys.stderr)
   exit_at_once(1)
-
-
-def leave(code: int) -> None:
-  """Ends this process, which failed. The others may have failed too, or may wait for it: JAX would wait minutes for
-  them, then abort. So this waits LEAVE_SECONDS for processes that end as well."""
-
-  def shut_down() -> None:
-    with contextlib.suppress(Exception):  # the reason for the exit has been printed
-      jax.distributed.shutdown()
-
-  ending = threading.Thread(target=shut_down, daemon=True, name="leave")
-  ending.start()
-  ending.join(LEAVE_SECONDS)
-  exit_at_once(code)
 
 
 def exit_at_once(code: int) -> None:

@@ -22,8 +22,10 @@ import jax
 from maxghost.config.values import print_problem
 from maxghost.parallel import distributed
 
-_ALIVE = "maxghost/alive"  # in the key-value store
+_ALIVE, _LEFT = "maxghost/alive", "maxghost/left"  # in the key-value store
+LEAVE_SECONDS = 6.0  # between a failure and the end of its process; the others read the store more often
 ASK_SECONDS = 20.0  # for a part of a message, which may have to read what hangs too
+_leaving = threading.Event()  # set once this process ends by itself
 FIRST_SECONDS = 1800.0  # for the first of a kind of phase, of which no other shows how long it takes
 
 
@@ -85,7 +87,7 @@ class Watch:
   def _run(self) -> None:
     from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
 
-    store, interval = multihost.get_jax_distributed_client(), self._silent_seconds / 8
+    store, interval = multihost.get_jax_distributed_client(), min(self._silent_seconds / 8, 0.65 * LEAVE_SECONDS)
     for beat in itertools.count():
       # The store may answer next time. Where process 0, which has it, is gone, JAX ends this process.
       with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -103,11 +105,27 @@ class Watch:
         self._heard[process] = sign, now
         self._told.discard(process)
     self._name_silent(now)
+    if left := dict(store.key_value_dir_get(_LEFT)):
+      self._end_after(left)
     if problem := self._hang(now):
-      advice = _asked(self.advice) or "start all processes again"
-      print_problem(f"process {distributed.index()} of {distributed.count()}: {problem}; {advice}")
+      self._report(problem)
       time.sleep(3 * interval)  # until the others have seen it too
       distributed.exit_at_once(1)
+
+  def _end_after(self, left: dict[str, str]) -> None:
+    """Ends this process after others that failed, unless it fails too. left: {key: exit code}."""
+    codes = {int(key.rpartition("/")[2]): code for key, code in left.items()}
+    # After them, whom the end of process 0 would abort; but before process 0, which holds the store.
+    time.sleep(1.0 if 0 in codes else LEAVE_SECONDS)
+    if not _leaving.is_set():
+      process = min(codes)
+      ended = f"process {process} of {distributed.count()} has ended with code {codes[process]}"
+      self._report(f"{ended}; its output says why")
+      distributed.exit_at_once(1)
+
+  def _report(self, problem: str) -> None:
+    advice = _asked(self.advice) or "start all processes again"
+    print_problem(f"process {distributed.index()} of {distributed.count()}: {problem}; {advice}")
 
   def _sign(self, beat: int) -> dict[str, Any]:
     phase, frame = self._phase, sys._current_frames().get(threading.main_thread().ident or 0)
@@ -144,6 +162,26 @@ class Watch:
     waits = f"the others wait for {'it' if len(late) == 1 else 'them'}"
     where = f" in {program}{explained and f', {explained}'}" if program else ""
     return f"process {names} of {distributed.count()} hangs for {seconds:.0f} s ({does}); {waits}{where}"
+
+
+def leave(code: int) -> None:
+  """Ends this process, which failed, with `code`, and tells the others, which may wait for it or may have failed too.
+
+  At the exit JAX would wait minutes for them, then abort; this waits for LEAVE_SECONDS.
+  """
+  from orbax.checkpoint import multihost
+
+  def shut_down() -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # what went wrong has been printed
+      store: Any = multihost.get_jax_distributed_client()
+      store.key_value_set(f"{_LEFT}/{distributed.index()}", str(code), allow_overwrite=True)
+      jax.distributed.shutdown()
+
+  _leaving.set()
+  ending = threading.Thread(target=shut_down, daemon=True, name="leave")
+  ending.start()
+  ending.join(LEAVE_SECONDS)
+  distributed.exit_at_once(code)
 
 
 def _asked(function: Callable[..., str], *arguments: str) -> str:
