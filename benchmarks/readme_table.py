@@ -53,6 +53,7 @@ def main() -> int:
     PAGE: {
       "summary": summary(results),
       "overhead": overhead_table(results),
+      "tpu": tpu_table(results),
       "memory": memory_table(results),
       "figures": figures_table(results),
     },
@@ -190,6 +191,19 @@ def overhead_table(results: dict[str, dict]) -> str:
   if tpu["rows"]:
     by += f", and `benchmarks/ghost_overhead_tpu.py`, libtpu {tpu['machine'].get('libtpu')}"
   return f"{intro}\n\n{_measure.markdown(rows)}\n\n{by}.\n"
+
+
+def tpu_table(results: dict[str, dict]) -> str:
+  """The rows of ghost_overhead_tpu whose estimated time has a target."""
+  found = results.get("ghost_overhead_tpu", {"rows": (), "figures": (), "machine": {}})
+  rows = []
+  for row, figure in zip(found["rows"], found["figures"], strict=True):
+    if figure["met"] is not None:
+      shown = {"shape": row["shape"], "step": row["step"], "time / plain": row["estimated"]}
+      shown |= {"wanted": f"{figure['wanted']}, {'met' if figure['met'] else '**missed**'}"}
+      rows.append(shown | {"FLOPs / plain": row["FLOPs"], "bytes / plain": row["bytes"]})
+  by = f"By `benchmarks/ghost_overhead_tpu.py`, libtpu {found['machine'].get('libtpu')}."
+  return f"{_measure.markdown(rows)}\n\n{by}\n" if rows else ""
 
 
 def _verdict(figure: dict) -> str:

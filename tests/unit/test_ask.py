@@ -123,10 +123,14 @@ def test_each_token_is_a_query_of_its_own_and_they_add_up(cfg, tmp_path):
 def test_the_seconds_of_an_answer_contain_no_compilation(tmp_path, monkeypatch):
   written(SGD, tmp_path, 8)
   sources, events = sources_of(SGD, tmp_path), []
-  jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+  heard = lambda name, *_, **__: events.append(name)  # noqa: E731
+  jax.monitoring.register_event_duration_secs_listener(heard)
   monkeypatch.setattr(sources_module.time, "perf_counter", lambda: events.append("clock") or 0.0)
-  with tiny.cheap_compilation():
-    sources.of_answer(ids_of(sources, PROMPT), ids_of(sources, ANSWER), top=2)
+  try:
+    with tiny.cheap_compilation():
+      sources.of_answer(ids_of(sources, PROMPT), ids_of(sources, ANSWER), top=2)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(heard)
   begin, end = (place for place, name in enumerate(events) if name == "clock")
   assert any("jaxpr_trace" in name for name in events[:begin]) and end == begin + 1
 

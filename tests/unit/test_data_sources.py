@@ -17,7 +17,7 @@ from array_record.python import array_record_module
 
 from maxghost import config, data
 from maxghost.config import ConfigError
-from maxghost.data.sources import open_source
+from maxghost.data.sources import base, open_source
 
 BASE = dataclasses.replace(
   config.load().data, max_target_length=31, per_device_batch_size=4, shuffle_window_bytes=700, ghost_val_sets=("b",)
@@ -459,6 +459,13 @@ def test_reads_that_give_less_than_asked_for_are_continued(tmp_path, monkeypatch
   source = open_source(dataclasses.replace(BASE, **settings), 0)
   assert sorted(source.texts(np.arange(len(source)))) == sorted(one.encode() for one in A + B)
   assert all(part in refused(**keys) for part in named)
+
+
+def test_an_error_of_a_reader_process_keeps_its_place():
+  """Also where the place is told by something that stays in that process, such as an open file."""
+  error = base.CorruptError("no text", lambda: "a.jsonl, line 3")
+  again = pickle.loads(pickle.dumps(error))
+  assert type(again) is base.CorruptError and str(again) == str(error) == "a.jsonl, line 3: no text"
 
 
 def test_skipped_lines_are_not_looked_for(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 Every process keeps `<folder>/<step>-<attempt>/`, with attempt a word of this start of the run:
   <process>.bin, .json        the bytes of its pieces of the arrays; what they are, and the positions of the checkpoint
-  <process>.peer.bin, .json   of what only one other machine holds, the pieces of a process there
+  <process>.peer.bin, .json   pieces of a process of another machine, which no third machine holds
 A piece is what the sharding gives to one device. A checkpoint can be used when the processes that start again hold all
 pieces between them, whatever their number, order and mesh: each reads its own files, and what it lacks goes
 through the shared folder.
@@ -30,7 +30,7 @@ from maxghost.config.files import check_seal, sealed, write_text, write_whole
 from maxghost.parallel import distributed
 
 CHUNK = 1 << 24  # bytes that a process sends to its peer at a time
-LENT = ".lent-"  # begins the folders of what processes read of each other, in the shared one
+LENT = ".lent-"  # prefix of the shared folders through which processes read pieces of each other
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 
 
@@ -73,8 +73,9 @@ class LocalCheckpoints:
     self.folder, self.attempt, self._say = folder, attempt, say
     self._shared, self._attempts = shared, attempts
     self._machines = machines()
-    self._shift = peer_shift(self._machines) or distributed.count() // 2
-    if distributed.count() > 1 and not peer_shift(self._machines):
+    self._shift = peer_shift(self._machines)
+    if distributed.count() > 1 and not self._shift:
+      self._shift = distributed.count() // 2
       uneven = "machines have unlike numbers of processes, so that some copies stay on the machine of the original"
       self._say(f"maxghost: note: local checkpoints: {uneven}; start as many processes on each machine")
     self._pool = ThreadPoolExecutor(1, "local-checkpoint")
@@ -155,7 +156,7 @@ class LocalCheckpoints:
 
   def restore(self, name: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays of a usable checkpoint, placed as `wanted` asks; those bytes that no file of this machine has come
-    through the shared folder. Where one process fails, the others wait for it nowhere."""
+    through the shared folder. If one process fails, no other waits for it."""
     pieces, places = collections.defaultdict(set), dict(self._places.get(name, {}))
     for piece in set[Piece]().union(*self._of_all[name]):
       pieces[piece.name].add(piece)
@@ -202,7 +203,7 @@ class LocalCheckpoints:
     return [name for name in found if name.partition("-")[0].isdecimal()]
 
   def newest(self) -> int:
-    """The step of the newest of which a process of this machine has written all; -1: there is none."""
+    """The step of the newest checkpoint that a process of this machine has written completely; -1: there is none."""
     return max((step_of(name) for name in self.names() if any((self.folder / name).glob("*.json"))), default=-1)
 
   def _is_current(self, name: str) -> bool:
@@ -237,8 +238,8 @@ class LocalCheckpoints:
 
 
 def together(work: Callable[[], Any], said: str, fix: str = "") -> None:
-  """Does a work in every process. Raises OSError in all of them where one cannot do it, with what is `said` of it, why,
-  and what helps."""
+  """Runs `work` in every process. If it fails in one, raises OSError in all of them: `said`, the process, the reason
+  and the `fix`."""
   reason = ""
   try:
     work()
@@ -252,19 +253,17 @@ def together(work: Callable[[], Any], said: str, fix: str = "") -> None:
 
 
 def machines() -> list[int]:
-  """The number of the machine of each process; where all are on one, each counts as a machine of its own."""
+  """The number of the machine of each process. If all are on one machine, each counts as a machine of its own."""
   said = distributed.gather(BOOT.read_text().strip() if BOOT.exists() else platform.node())
   return list(map(said.index, said)) if len(set(said)) > 1 else list(range(len(said)))
 
 
 def peer_shift(machines: Sequence[int]) -> int:
-  """How far behind each process its peer is, so that no machine has the peer of one of its own: as near to half of all
-  processes as possible; 0: nothing does it."""
+  """The number to add to a process for its peer, so that no process has its peer on its own machine: the one nearest to
+  half of all processes; 0: there is none."""
   count = len(machines)
-  for shift in sorted(range(1, count), key=lambda shift: abs(shift - count // 2)):
-    if all(machines[i] != machines[i - shift] for i in range(count)):
-      return shift
-  return 0
+  nearest_first = sorted(range(1, count), key=lambda shift: abs(shift - count // 2))
+  return next((n for n in nearest_first if all(machines[i] != machines[i - n] for i in range(count))), 0)
 
 
 def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) -> tuple[list[Piece], list[np.ndarray]]:
@@ -343,7 +342,7 @@ def _places(path: Path, header: Mapping) -> dict[Piece, Place]:
 
 def _stored(piece: Piece, place: Place, dtype: Any) -> np.ndarray:
   num_bytes = math.prod(piece.shape) * np.dtype(dtype).itemsize
-  # Not mapped into memory: there, a disk that cannot be read ends the process without a word.
+  # Not mapped into memory, where a disk that cannot be read would end the process without a message.
   return np.fromfile(place[0], np.uint8, num_bytes, offset=place[1]).view(dtype).reshape(piece.shape)
 
 

@@ -172,13 +172,12 @@ class CheckpointManager:
         if "RESOURCE_EXHAUSTED" in str(error):
           raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-      # What one process cannot read, none uses. All add up checksums together, so only where each has read its part.
-      reason = next(filter(None, distributed.gather(reason)), "") or _changed(restored)
-      if reason:
+      reason = next(filter(None, distributed.gather(reason)), "")  # what one process cannot read, none uses
+      # All processes compute the checksums together, so only after each of them has read its part.
+      if restored is None or reason or (reason := _changed(restored)):
         unusable += [] if name else [step]
         self._say(f"maxghost: checkpoint {path} cannot be used ({reason}); trying the one before")
         continue
-      assert restored is not None
       self._set_aside(unusable)
       self._begin(step, name)
       then, now = restored.positions.get("made_with", {}), made_with()
@@ -372,9 +371,8 @@ def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, An
     raise CheckpointError(text)
 
 
-def _changed(restored: Restored | None) -> str:
-  """What the checksums say against a checkpoint that was read; '' for nothing."""
-  assert restored is not None, "without a reason against it, every process has read it"
+def _changed(restored: Restored) -> str:
+  """Which array of a checkpoint has another checksum than when it was saved; '' for none."""
   saved = restored.positions.get("checksums", {})
   changed = (name for name, found in _checksums(restored.tree).items() if saved.get(name) != found)
   return next((f"the bytes of {name} changed since they were saved" for name in changed), "")

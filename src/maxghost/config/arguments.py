@@ -8,7 +8,7 @@ from typing import Any
 
 from maxghost.config.values import MOST, ConfigError, did_you_mean
 
-SEEDS = -(2**63), 2**63 - 1  # least and most, of what JAX takes
+SEEDS = -(2**63), 2**63 - 1  # the smallest and the largest seed that JAX takes
 ACCEPT_HELP = "continue without damaged or missing score files, and list what is lost"
 
 

@@ -31,9 +31,7 @@ _BLOCK_BYTES = 1 << 26
 _COMMIT_BYTES = 64_000_000
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _KVSTORE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
-RAM_ARGUMENT: dict[str, Any] = {
-  "dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB",
-}  # fmt: skip
+RAM_ARGUMENT: dict[str, Any] = {"dest": "ram_bytes", "type": megabytes, "default": DEFAULT_RAM_BYTES, "metavar": "MB"}
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 

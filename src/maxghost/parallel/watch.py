@@ -23,10 +23,12 @@ from maxghost.config.values import print_problem
 from maxghost.parallel import distributed
 
 _ALIVE, _LEFT = "maxghost/alive", "maxghost/left"  # in the key-value store
-LEAVE_SECONDS = 6.0  # between a failure and the end of its process; the others read the store more often
+LEAVE_SECONDS = 6.0  # between a failure and the end of its process
+LOOK_SECONDS = 3.9  # at most between two looks at the store: all see a failure before LEAVE_SECONDS are over
 ASK_SECONDS = 20.0  # for a part of a message, which may have to read what hangs too
-_leaving = threading.Event()  # set once this process ends by itself
 FIRST_SECONDS = 1800.0  # for the first of a kind of phase, of which no other shows how long it takes
+
+_leaving = threading.Event()  # set once this process ends by itself
 
 
 class Phase(NamedTuple):
@@ -87,7 +89,7 @@ class Watch:
   def _run(self) -> None:
     from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
 
-    store, interval = multihost.get_jax_distributed_client(), min(self._silent_seconds / 8, 0.65 * LEAVE_SECONDS)
+    store, interval = multihost.get_jax_distributed_client(), min(self._silent_seconds / 8, LOOK_SECONDS)
     for beat in itertools.count():
       # The store may answer next time. Where process 0, which has it, is gone, JAX ends this process.
       with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -115,7 +117,8 @@ class Watch:
   def _end_after(self, left: dict[str, str]) -> None:
     """Ends this process after others that failed, unless it fails too. left: {key: exit code}."""
     codes = {int(key.rpartition("/")[2]): code for key, code in left.items()}
-    # After them, whom the end of process 0 would abort; but before process 0, which holds the store.
+    # JAX aborts a process as soon as process 0, which holds the store, has ended. So process 0 waits until the failed
+    # process has ended, and the others end before process 0 does.
     time.sleep(1.0 if 0 in codes else LEAVE_SECONDS)
     if not _leaving.is_set():
       process = min(codes)
@@ -185,7 +188,7 @@ def leave(code: int) -> None:
 
 
 def _asked(function: Callable[..., str], *arguments: str) -> str:
-  """What a function says, for a message; empty where it fails, or hangs as a file system may."""
+  """The text that a function returns, for a message; empty if it fails or takes longer than ASK_SECONDS."""
   said: list[str] = []
 
   def ask() -> None:

@@ -94,7 +94,7 @@ def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarr
 
 
 def for_others(texts: np.ndarray) -> list[str]:
-  """Texts for other programs, which take UTF-8 alone: what is none, as names of files may be, becomes `?`."""
+  """Texts as valid UTF-8, for other programs: bytes of file names that are not UTF-8 become `?`."""
   return [text.encode("utf-8", errors="replace").decode() for text in texts.tolist()]
 
 

@@ -56,7 +56,7 @@ def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.nda
   """bool[rows of the score log]: whether the row's document was trained on in that step.
 
   steps: i8[rows], the step of each row of the log. wanted: {step: CRC-32 of its line}; lines with another checksum are
-  ignored, but none is where `wanted` is empty. Raises ConfigError for a run without selection, and where the score log
+  ignored; if it is empty, all lines count. Raises ConfigError for a run without selection, and where the score log
   holds other rows than were selected from.
   """
   path = folder / FILE

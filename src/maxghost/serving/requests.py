@@ -103,9 +103,8 @@ def check_model(name: str | None, model: str) -> None:
 
 def _checked(name: str, value: Any, kind: type, _, least: float = -math.inf, most: float = math.inf) -> Any:
   number = kind in (int, float)
-  if not isinstance(value, (int, float) if kind is float else kind) or (number and isinstance(value, bool)):
-    raise Refused(f"{name}={_short(value)} is not {_KINDS[kind]}", name)
-  if number and value != value:  # NaN
+  is_other = number and (isinstance(value, bool) or value != value)  # NaN is no number
+  if is_other or not isinstance(value, (int, float) if kind is float else kind):
     raise Refused(f"{name}={_short(value)} is not {_KINDS[kind]}", name)
   if number and not least <= value <= most:
     raise Refused(f"{name}={_short(value)}: at least {least}" + f", at most {most}" * (most < math.inf), name)

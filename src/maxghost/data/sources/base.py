@@ -25,8 +25,8 @@ class Kept(tuple[str, ...]):
 class CorruptError(ValueError):
   """A document or file cannot be read. The text is one line: the file, the place in it and the reason.
 
-  where: gives the place, where `said` is only the reason. It is called when the text is shown, since to find the line
-  number of a document takes as long as to read the file.
+  where: returns the place, if `said` is only the reason. It is called when the text is shown or leaves the process,
+  because finding the line number of a document takes as long as reading the file.
   """
 
   def __init__(self, said: str, where: Callable[[], str] | None = None):
@@ -35,6 +35,9 @@ class CorruptError(ValueError):
   def __str__(self) -> str:
     said, where = self.args
     return " ".join((f"{where()}: {said}" if where else said).split())
+
+  def __reduce__(self):
+    return type(self), (str(self),)  # another process may lack what `where` needs
 
 
 class Source(Protocol):
