@@ -3,7 +3,9 @@
 import gc
 import importlib.metadata
 import os
+import re
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA compiles for the CPU in little more than half the time without its fusion emitters, and in 8 % less where it does
@@ -39,7 +41,14 @@ OPTIONS = {
   "network": ("--run-network", "needs a package registry"),
   "hf": ("--run-hf", "needs the `hf` extra"),
   "gpu": ("--run-gpu", "needs a GPU"),
+  "matrix": ("--run-matrix", "another case of what the suite tests, see tests/matrix.txt"),
 }
+
+
+def matrix() -> list[str]:
+  """The lines of matrix.txt."""
+  lines = (Path(__file__).parent / "matrix.txt").read_text(encoding="utf-8").splitlines()
+  return [line for line in lines if line and not line.startswith("#")]
 
 
 def pytest_configure(config):
@@ -64,7 +73,11 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
+  in_matrix = re.compile("|".join(re.escape(line).replace(r"\*", ".*") for line in matrix()))
   for item in items:
+    others = any(item.get_closest_marker(mark) for mark in OPTIONS)
+    if not others and in_matrix.fullmatch(item.nodeid.rpartition("/")[2]):
+      item.add_marker(pytest.mark.matrix)
     for mark, (option, reason) in OPTIONS.items():
       if item.get_closest_marker(mark) and not config.getoption(option):
         item.add_marker(pytest.mark.skip(reason=f"{reason}; run with {option}"))

@@ -144,10 +144,20 @@ LOCAL = ("local_checkpoint_directory=near", "local_checkpoint_period=1")
 
 
 @pytest.mark.timeout(1800)
-def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
-  """The disk of the other machine is lost too: the run goes on from what the first one has."""
-  run = folder / "two"
+def test_two_processes_are_one(folder, one_process):
   processes = Processes(folder, 2, "run_name=two", *LOCAL)
+  processes.succeed()
+  assert "mesh: fsdp 8 (8 devices) of 2 processes" in processes.text(0)
+  assert "completed step" not in processes.text(1)  # process 0 speaks for all
+  assert_same_run(folder / "two", one_process)
+  assert not list((folder / "machine_1" / "near").iterdir())  # the end of a run is durable
+
+
+@pytest.mark.timeout(1800)
+def test_a_process_of_two_is_killed_and_its_machine_lost(folder, one_process):
+  """The disk of the other machine is lost too: the run goes on from what the first one has."""
+  run = folder / "killed_once"
+  processes = Processes(folder, 2, "run_name=killed_once", *LOCAL)
   processes.wait_for("completed step: 4,")
   begin = time.monotonic()
   processes.started[1].send_signal(signal.SIGKILL)
@@ -162,13 +172,10 @@ def test_two_processes_are_one_even_when_one_is_killed(folder, one_process):
     assert f"the last good checkpoint is {run / 'checkpoints' / str(durable)}, the local one" in processes.text(0)
   shutil.rmtree(folder / "machine_0")
 
-  again = Processes(folder, 2, "run_name=two", *LOCAL)
+  again = Processes(folder, 2, "run_name=killed_once", *LOCAL)
   again.succeed()
-  assert re.search(r"Continuing after [4-7] completed steps: \S+/machine_0/near/two-", again.text(0)), again.text(0)
-  assert "mesh: fsdp 8 (8 devices) of 2 processes" in again.text(0)
-  assert "completed step" not in again.text(1)  # process 0 speaks for all
+  assert re.search(r"Continuing after [4-7] completed steps: \S+/machine_0/near/killed_once-", again.text(0))
   assert_same_run(run, one_process)
-  assert not list((folder / "machine_1" / "near").iterdir())  # the end of a run is durable
 
 
 @pytest.mark.slow

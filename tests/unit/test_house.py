@@ -83,6 +83,14 @@ def test_the_package_is_small():
   assert sum(len(path.read_text("utf-8").splitlines()) for path in PACKAGE.rglob("*.py")) <= MAX_LINES
 
 
+def test_the_matrix_names_tests_that_exist():
+  tests = {path.name: path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+  lines = [line for line in (ROOT / "tests" / "matrix.txt").read_text("utf-8").splitlines() if "::" in line]
+  split = [re.fullmatch(r"(\w+\.py)::(\w*)([*\[].*)?", line) for line in lines]
+  assert [line for line, found in zip(lines, split, strict=True) if not found] == []
+  assert [m[0] for m in split if m and f"\ndef {m[2]}" not in tests.get(m[1], "")] == []
+
+
 def test_every_package_has_a_floor():
   packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
   assert packages == set(FLOORS)
