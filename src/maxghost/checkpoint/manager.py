@@ -212,23 +212,20 @@ class CheckpointManager:
       fix = "put them back, or start a new run_name"
       raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 
-  def _read(self, step: int, local: str, wanted: Mapping) -> Restored:
-    """Reads a checkpoint without checking its arrays' checksums. local: name of a local one; empty: the durable one."""
-    path, flat = self.path(step), _flatten(wanted)
-    if local:
-      assert self._local is not None, "the name is from it"
-      path, positions = self._local.folder / local, self._local.record(local)
+  def _read(self, step: int, name: str, wanted: Mapping) -> Restored:
+    """Reads a checkpoint without checking its arrays' checksums. name: of a local one; empty: the durable one."""
+    path, flat, local = self.path(step), _flatten(wanted), self._local if name else None
+    if local is not None:
+      path, positions = local.folder / name, local.record(name)
     else:
       positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
     positions = check_seal(positions)
     if positions.get("format", 0) > FORMAT_VERSION:
       reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
       raise CheckpointError(f"checkpoint {path} has format {positions['format']}, {reads}")
-    if local:
-      assert self._local is not None
-      _check_leaves(path, self._local.leaves(local), flat)
-      arrays = self._local.restore(local, flat)
-      tree = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
+    if local is not None:
+      _check_leaves(path, local.leaves(name), flat)
+      tree = jax.tree.unflatten(jax.tree.structure(wanted), local.restore(name, flat).values())
     else:
       _check_leaves(path, _flatten(self._manager.item_metadata(step)["items"].tree), flat)
       tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from maxghost.config import ConfigError, plugins
 
-# A value that is not finite stops the run; a validation loss that is not finite only leaves its step unscored.
+# If one of these is not finite, the run stops; a validation loss that is not finite only leaves its step unscored.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
 # {metric: scalar output of the step}, for steps that have the output
