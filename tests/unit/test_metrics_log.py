@@ -184,6 +184,21 @@ def test_the_step_line_is_maxtexts_in_short_with_ghosts_part_behind():
   assert step_line(unmeasured, ("manual",)) == f"{start}, code: -0.00200, tables: +0.00100"
 
 
+def test_a_stopped_run_names_only_a_checkpoint_that_exists(tmp_path):
+  """A run that goes on after the steps of another one and is stopped at once has saved nothing."""
+  (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+  cfg = config.replace(config.load(), steps=9)
+  saved, again = console.interrupted_lines(cfg, 7, tmp_path, "SIGTERM")
+  assert saved == f"Stopped by SIGTERM after 7 of 9 steps; saved in {tmp_path / 'checkpoints' / '7'}"
+  assert str(tmp_path / "config.yml") in again
+  for completed in (0, 5):
+    first, _ = console.interrupted_lines(cfg, completed, tmp_path, "Ctrl-C")
+    assert first == f"Stopped by Ctrl-C after {completed} of 9 steps; nothing to save"
+  off = config.replace(cfg, checkpoint_period=0)
+  (only,) = console.interrupted_lines(off, 7, tmp_path, "SIGTERM")
+  assert only.endswith("; not saved, because checkpoint_period=0")
+
+
 def test_a_step_line_has_at_most_120_characters():
   domains = {f"ghost/contribution/manual/{'domain' * n}": 7.0**n for n in range(12)}
   for scale in (1e-9, 1.0, 1e9):

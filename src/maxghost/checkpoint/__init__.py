@@ -1,4 +1,4 @@
-"""Checkpoints: saved, restored, compared and listed. What needs JAX is imported when it is asked for."""
+"""Checkpoints: saved, restored, compared and listed. Names that need JAX are imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 

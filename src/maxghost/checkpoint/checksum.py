@@ -1,7 +1,7 @@
 """A checksum of an array that does not depend on how it is sharded, computed where the array lies.
 
-Orbax notices a missing or shortened file but not a flipped bit inside an uncompressed chunk; this does. Sums of
-integers modulo 2^32 are exact in any order, so one device or many give the same number.
+Orbax notices a missing or truncated file, but not a flipped bit inside an uncompressed chunk; the checksum does. Sums
+of integers modulo 2^32 are exact in any order, so the number of devices does not change the result.
 """
 
 import math
@@ -22,7 +22,7 @@ def checksums(leaves: Sequence[jax.Array | np.ndarray]) -> list[int]:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """uint32 []: sum of (bits + 1) * odd weight of the position, modulo 2^32; entry by entry of what is on the host."""
+  """uint32 []: sum of (bits + 1) * odd weight of the position, modulo 2^32. Host memory is read entry by entry."""
   if not streaming.on_host(x):
     return _weighted_sum(_words(x), 0)
 
@@ -34,7 +34,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _weighted_sum(words: jax.Array, start) -> jax.Array:
-  """The sum over `words` as they stand from entry `start` of the leading axis on."""
+  """The sum over `words`, which begin at entry `start` of the array's leading axis."""
   # Odd weights: changing one element always changes the sum. Spread weights: changes of two hardly ever cancel.
   position = jnp.full(words.shape, jnp.uint32(start) * jnp.uint32(math.prod(words.shape[1:]) % 2**32))
   stride = 1

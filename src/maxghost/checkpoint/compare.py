@@ -30,7 +30,7 @@ Item = dict[int | None, Ref]  # a logical array by layer; None where it is in no
 
 @dataclass
 class Row:
-  """One difference. layers: where it is, of a stacked array. first_index: within the first such layer."""
+  """One difference. layers: those of a stacked array that differ. first_index: within the first such layer."""
 
   path: str
   kind: str
@@ -67,7 +67,7 @@ class Comparison:
     return not self.rows
 
   def lines(self, max_rows: int) -> Iterator[str]:
-    """The comparison as text; max_rows: differences shown, 0 = all."""
+    """The comparison as text. max_rows: number of differences shown; 0: all."""
     shown = self.rows[: max(max_rows, 0) or None]
     yield from (row.text() for row in shown)
     if len(self.rows) > len(shown):
@@ -84,9 +84,9 @@ def compare(
 ) -> Comparison:  # fmt: skip
   """Compares two canonical checkpoints.
 
-  params_only: parameters alone. rngs: random state and other non-parameters too. atol: allowed difference as a share of
-  the array's largest magnitude, which suits weights and moments alike; rtol: of each element of `right`. ram_bytes: for
-  arrays; larger ones are compared block by block.
+  params_only: only parameters. rngs: random state and other non-parameters too. atol: allowed difference as a share of
+  the array's largest magnitude, which suits weights and moments alike. rtol: the same as a share of each element of
+  `right`. ram_bytes: memory for arrays; larger arrays are compared block by block.
   """
   result, left_out = Comparison(), set() if left.loop_state and right.loop_state else {"loop_state"}
   left_out |= {*left.trees(), *right.trees()} - {"params"} if params_only else set() if rngs else {"aux"}
@@ -129,7 +129,7 @@ def _items(checkpoint: Checkpoint, left_out: Collection[str]) -> dict[str, Item]
 
 
 class _ValueComparer:
-  """Compares logical arrays block by block and writes what it finds into `result`."""
+  """Compares logical arrays block by block and adds the differences to `result`."""
 
   def __init__(self, atol: float, rtol: float, ram_bytes: int, result: Comparison):
     self._atol, self._rtol, self._result = atol, rtol, result
@@ -162,7 +162,7 @@ class _ValueComparer:
     """Adds the differences of one block to the row of its array. scale: largest magnitude of the array."""
     self._result.num_elements += x.size
     tolerant = (self._atol or self._rtol) and x.dtype == y.dtype
-    if x.dtype != y.dtype:  # step only: one integer of two types
+    if x.dtype != y.dtype:  # the step only, an integer of either type
       x, y = x.astype(np.int64), y.astype(np.int64)
     both_nan = np.isnan(x) & np.isnan(y) if x.dtype.kind not in "iub" else np.zeros(x.shape, bool)
     self._result.num_nans += int(both_nan.sum())
@@ -201,7 +201,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _gap(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """(|x - y|, |y|) in float64; infinite where just one of the two is not a number, or infinities differ."""
+  """(|x - y|, |y|) in float64. The difference is infinite where exactly one is NaN, or infinities differ."""
   a, b = _wide(x), _wide(y)
   with np.errstate(invalid="ignore", over="ignore"):
     gap = np.abs(a - b)
@@ -209,14 +209,14 @@ def _gap(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-  """0-3, 5"""
+  """Numbers as text, such as "0-3, 5"."""
   runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
   ends = [(members[0][1], members[-1][1]) for members in (list(run) for _, run in runs)]
   return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
 def compare_checkpoints(a: AnyPath, b: AnyPath, opener: Opener = open_tree, **options: Any) -> Comparison:
-  """Compares two checkpoint folders; options as in `compare`. Raises LayoutError where one cannot be read.
+  """Compares two checkpoint folders; options as in `compare`. Raises LayoutError if a folder cannot be read.
 
   opener: opens a folder; `interop.huggingface.open_tree` knows Hugging Face folders too.
   """

@@ -1,4 +1,4 @@
-"""The checksum of `checkpoint.checksum`, computed on the host: tools that read checkpoints need no JAX for it."""
+"""The checksum of `checkpoint.checksum`, computed with NumPy for tools that read checkpoints without JAX."""
 
 from collections.abc import Iterable
 
@@ -6,11 +6,11 @@ import numpy as np
 
 # Odd, so that multiplying by it loses nothing modulo 2^32; the bits are well spread (2^32 / golden ratio).
 SPREAD = 2654435761
-_BLOCK = 1 << 22  # words that are worked on at a time
+_BLOCK = 1 << 22  # words processed at a time
 
 
 def checksum_of(parts: Iterable[np.ndarray]) -> int:
-  """The checksum of an array on the host whose consecutive `parts` along the leading axis these are."""
+  """The checksum of an array on the host. parts: the array in consecutive pieces along its leading axis."""
   total = start = 0
   for x in parts:
     bits = np.ascontiguousarray(x).view({1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)).reshape(-1)

@@ -14,7 +14,7 @@ from maxghost.config.values import guarded, slash_path
 def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, Any]:
   """{"layout", "leaves": [{"path", "shape", "dtype", "bytes"}], "bytes", "parameters", ...}; only headers are read.
 
-  Raises LayoutError where the folder cannot be read. A tree of unknown layout is listed all the same.
+  Raises LayoutError if the folder cannot be read. A tree of unknown layout is listed too, with the `problem`.
   """
   raw = opener(path)
   leaves = []

@@ -32,11 +32,11 @@ _NOT_PARAMS = ("opt_state", "optimizer", "optimizer_state", "inner_state", "oute
 
 @dataclass(frozen=True)
 class ReadOptions:
-  """What a tree does not say itself about how to read it.
+  """How to read a tree, as far as the tree itself does not say it.
 
   layout: one of LAYOUTS; '' = detect. scan_axis: the dimension of stacked layers; None = as recorded, else the layout's
-  own. containers: more names of layer containers. wrapped: whether leaves lie under `value`; None = detect. keep, drop:
-  unknown keys to keep and to leave out. keep_unknown: keep all unknown keys but text leaves.
+  default. containers: more names of layer containers. wrapped: whether leaves lie under `value`; None = detect. keep,
+  drop: unknown keys to keep and to leave out. keep_unknown: keep all unknown keys but text leaves.
   """
 
   layout: str = ""
@@ -108,7 +108,7 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   options = options or ReadOptions()
   nodes: dict = {tuple(map(str, path)): node for path, node in raw.nodes.items()}
   tops = _tops(nodes)
-  # A level `base/` (RL) or `model_params/` (Tunix) that holds everything but a step is taken away.
+  # A level `base/` (RL) or `model_params/` (Tunix), which holds everything but a step, is removed.
   prefix = "" if {"params", "model"}.intersection(tops) else next((p for p in _PREFIXES if p in tops), "")
   if prefix:
     nodes = {path[1:] if path[0] == prefix else path: node for path, node in nodes.items() if path != (prefix,)}
@@ -157,7 +157,7 @@ def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
 
 
 def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], dict]:
-  """The parts by meaning, each with the paths below it, and what belongs to none by its full path."""
+  """({section: {path below it: node}}, {full path: node} of all that is in no section)."""
   sections: dict[str, dict] = {"params": {}, "opt_state": {}, "step": {}, "aux": {}}
   extra = {}
   for path, node in nodes.items():
@@ -177,7 +177,7 @@ def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], d
 
 
 def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> None:
-  """Splits what the layout does not know into what the user keeps and drops; refuses the rest by name."""
+  """Splits keys unknown to the layout into those that the user keeps and drops; refuses all others by name."""
   known = set()
   for path, node in extra.items():
     names = {slash_path(path[:depth]) for depth in range(1, len(path) + 1)}
@@ -198,11 +198,11 @@ def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> 
 
 
 def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOptions) -> bool:
-  """Takes the `value` level off every leaf, section by section; decides it once for all leaves of a section."""
+  """Removes the level `value` from each section whose leaves all have it. Returns whether the parameters had it."""
   if layout == LINEN:
     return False
   params, moments = sections["params"], sections["opt_state"]
-  # A name that parameters and moments share is a name: then `value` is what a parameter is called.
+  # If a path that ends in `value` occurs in both parameters and moments, `value` is the name of a parameter.
   in_moments = {path[k:] for path in moments for k in range(len(path))}
   wrapped_moments = _is_wrapped(moments, lambda path: any(path[k:] in params for k in range(len(path))), options)
   wrapped_params = _is_wrapped(params, lambda path: path in in_moments and not wrapped_moments, options)
@@ -213,7 +213,7 @@ def _unwrap_sections(sections: dict[str, dict], layout: str, options: ReadOption
 
 
 def _is_wrapped(nodes: Mapping[Path, Any], is_name: Callable[[Path], bool], options: ReadOptions) -> bool:
-  """Whether all leaves lie under `value`. is_name: whether a path that ends so is known to be a parameter's own."""
+  """Whether all leaves lie under `value`. is_name: whether a path that ends in `value` is known as a parameter's."""
   leaves = [path for path, node in nodes.items() if isinstance(node, StoredArray) and path]
   under = [path for path in leaves if path[-1] == "value" and len(path) > 1]
   if options.wrapped is not None or not under:
@@ -236,7 +236,7 @@ def without_value(path: Sequence[Any]) -> Path:
 
 
 def _take_aux(sections: dict[str, dict], record: dict) -> tuple[dict, list[Path]]:
-  """Moves what is no parameter out of the model: random keys and their counts (by what they are, not by name)."""
+  """Moves what is not a parameter out of the model: random keys and their counts, found by type, and recorded paths."""
   model, aux = sections["params"], dict(sections["aux"])
   moved = _random_leaves(model) | {tuple(path) for path in record.get("aux", ())}
   aux |= {path: model.pop(path) for path in [*model] if path in moved}
@@ -256,8 +256,8 @@ def _random_leaves(nodes: Mapping[Path, Any]) -> set[Path]:
 
 
 def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, options: ReadOptions) -> int:
-  """--scan_axis, else the recorded one, else the layout's: 0 for maxghost, 1 for MaxText; of a bare NNX tree without
-  record, which may come from either, 0 where 1 cannot be."""
+  """--scan_axis, else the recorded axis, else the layout's: 0 for maxghost, 1 for MaxText. A bare NNX tree without a
+  record may come from either: 1, or 0 if its shapes rule 1 out."""
   recorded = (about.get("param_scan_axis") for about in (record_of(raw), raw.custom_metadata))
   for value in (value for value in (options.scan_axis, *recorded) if value is not None):
     if int(value) < 0:
@@ -273,7 +273,7 @@ def _scan_axis(nodes: dict, found: dict[Path, str], layout: str, raw: RawTree, o
 
 
 def _read_opt_state(checkpoint: Checkpoint, nodes: dict) -> None:
-  """Finds the parameter-shaped trees in opt_state by structure; the rest are counts and the like."""
+  """Finds the parameter-shaped trees in opt_state by structure; all other leaves are counts and the like."""
   params = checkpoint.params
   known, rest = {path for path, _ in params.leaves}, {}
   groups: dict[Path, dict[Path, StoredArray | Empty]] = {}
@@ -324,7 +324,7 @@ def _read_moments(checkpoint: Checkpoint, place: Path, group: dict) -> None:
 
 
 def _check_siblings(checkpoint: Checkpoint) -> None:
-  """mu and nu of one optimizer hold the same leaves; where one lacks a leaf, the checkpoint is not whole."""
+  """Raises LayoutError if mu and nu of an optimizer hold different leaves: the checkpoint is incomplete."""
   whole = {place: tree for place, tree in checkpoint.moments.items() if place not in checkpoint.factored}
   for place, tree in whole.items():
     siblings = {leaf for other, its in whole.items() if other[:-1] == place[:-1] for leaf in its.leaves}

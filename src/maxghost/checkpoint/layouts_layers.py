@@ -22,13 +22,13 @@ SCANNED, UNSCANNED, INTEGER = "scanned", "unscanned", "integer"
 _INDEXED = re.compile(r"(.+)_(\d+)")
 # Plural on purpose: `mtp_layer_1` and Linen's automatic `MoeBlock_0` are modules of their own, not layers of a stack.
 _CONTAINER_NAME = re.compile(r"(?:[a-z0-9_]+_)?(?:layers|blocks)(?:_outside_pipeline)?")
-# Stacked by pipeline stage as well as by layer: moved as they are, never taken apart.
+# Arrays below are stacked by pipeline stage as well as by layer, and are never taken apart.
 _OPAQUE = "pipeline_module"
 
 
 @dataclass(frozen=True)
 class Container:
-  """path: where the layers are, without index. period: unlike layers per stacked block (`layers/layers_0`, ...)."""
+  """path: that of the layers, without index. period: different layers per stacked block (`layers/layers_0`, ...)."""
 
   path: Path
   form: str
@@ -65,7 +65,7 @@ class Ref:
 
 
 class LayerReader:
-  """Reads layers of stored arrays, holding the last array up to `hold_bytes`; larger ones are read block by block."""
+  """Reads layers of stored arrays. Holds the last array of up to `hold_bytes`; reads larger arrays block by block."""
 
   def __init__(self, hold_bytes: int):
     self._hold_bytes = hold_bytes
@@ -85,7 +85,7 @@ class LayerReader:
     if array.nbytes > self._hold_bytes >= array.chunk_nbytes:
       return array.read(index)
     if self._held[0] is not array:
-      self._held = (None, None)  # freed before the next one is read
+      self._held = (None, None)  # frees the array before the next is read
       self._held = (array, array.read(None))
     held = self._held[1]
     assert held is not None
@@ -110,7 +110,7 @@ def chunk_of(shape: tuple[int, ...], itemsize: int, block_bytes: int) -> tuple[i
 
 @dataclass
 class ParamTree:
-  """Leaves by (path without layer index, layer or None); `empties` are the places an optimizer left out."""
+  """Leaves by (path without layer index, layer or None). empties: the places that an optimizer left out."""
 
   leaves: dict[LeafId, Ref] = field(default_factory=dict)
   containers: dict[Path, Container] = field(default_factory=dict)
@@ -181,7 +181,7 @@ def find_containers(nodes: Mapping[Path, object], names: Iterable[str] = (), sta
 
 
 def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
-  """Equal modules of several sub-modules each, numbered from 0: layers, whatever their name; `wi_0`, `wi_1` are not."""
+  """Whether these are equal modules of several sub-modules each, numbered from 0; `wi_0`, `wi_1` are not."""
   if not base[0].islower() or len(members) < 2 or set(members) != {f"{base}_{i}" for i in range(len(members))}:
     return False
   if any(sum(isinstance(child, dict) for child in member.values()) < 2 for member in members.values()):
@@ -200,8 +200,8 @@ def split_layers(
 ) -> ParamTree:  # fmt: skip
   """Turns the arrays of one tree into a ParamTree.
 
-  found: containers and their forms. like: the parameters' containers, which tell L where a moment tree has no array in
-  one. opaque: leave stacked arrays whole. Raises LayoutError where the leaves of a container have unlike L.
+  found: containers and their forms. like: the parameters' containers, which give L if a moment tree has no array in a
+  container. opaque: leave stacked arrays whole. Raises LayoutError if the leaves of a container differ in L.
   """
   tree = ParamTree()
   stacked: dict[Path, list[tuple[Path, StoredArray | Empty]]] = {path: [] for path in found}
@@ -226,7 +226,7 @@ def split_layers(
       arrays = {rest: node for rest, node in members if isinstance(node, StoredArray)}
       hint = (like or {}).get(container)
       num_stacked = _num_stacked(container, arrays, scan_axis) or (hint.num_layers // hint.period if hint else 0)
-      # A stacked block may hold P unlike layers, layers_0 ... layers_{P-1}.
+      # A stacked block may hold P different layers, layers_0 ... layers_{P-1}.
       names = {rest[0] for rest, _ in members}
       base = min((match[1] for name in names if (match := _INDEXED.fullmatch(name))), default="")
       unlike = is_standard_name(base) and names == {f"{base}_{i}" for i in range(len(names))}
@@ -240,7 +240,7 @@ def split_layers(
 
 
 def position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, int | None, Path]:
-  """(container, form, layer or None where stacked, path below it) of a leaf. forms: of the containers, '' for any."""
+  """(container, form, layer or None if stacked, path below) of a leaf. forms: {container: form}, '' for any form."""
   for container, known in forms.items():
     depth = len(container)
     if len(path) <= depth or path[: depth - 1] != container[:-1]:
@@ -257,7 +257,7 @@ def position(path: Path, forms: Mapping[Path, str]) -> tuple[Path | None, str, i
 
 
 def _num_stacked(container: Path, arrays: Mapping[Path, StoredArray], scan_axis: int) -> int:
-  """L of a stacked container: the size most leaves have on the scan axis. All must have it."""
+  """L of a stacked container: the size of most leaves on the scan axis. Raises LayoutError if others differ."""
   where, sizes = slash_path(container), {}
   for rest, array in arrays.items():
     if not array.shape:

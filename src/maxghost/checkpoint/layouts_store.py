@@ -43,7 +43,7 @@ class VerificationError(LayoutError):
 
 
 def full_path(path: AnyPath) -> Path:
-  """An absolute path without `~` and `..`, which TensorStore does not take. Raises LayoutError for a URL."""
+  """An absolute path without `~` and `..`, which TensorStore does not accept. Raises LayoutError for a URL."""
   if "://" in str(path):
     raise LayoutError(f"{path}: only local folders are read and written; copy the checkpoint here first")
   return Path(os.path.abspath(os.path.expanduser(path)))
@@ -67,7 +67,7 @@ def nested(flat: Mapping[Any, Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-  """One array of a checkpoint, or tensor of a file. shape, dtype: as stored: a random key is its uint32 words.
+  """One array of a checkpoint, or tensor of a file. shape, dtype: as stored; those of a random key are its words'.
 
   read: reads the block of a tuple of slices, one per dimension (of a tensor: for the first one); None reads all.
   key_impl: the generator of a random key. chunk_nbytes: bytes to decode in order to read one element.
@@ -91,14 +91,14 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Empty:
-  """A place of the tree without an array: None or an empty container. kind: Orbax's name of it."""
+  """A place of the tree without an array: None or an empty container. kind: Orbax's name of its type."""
 
   kind: str = "None"
 
 
 @dataclass(frozen=True)
 class Text:
-  """A string leaf; it has no place in any layout. kind: Orbax's name of it."""
+  """A string leaf, which no layout has. kind: Orbax's name of its type."""
 
   kind: str = "string"
 
@@ -134,7 +134,7 @@ Opener = Callable[[AnyPath], RawTree]
 
 @dataclass(frozen=True)
 class Location:
-  """item: the folder with the tree. step: the folder around it (the same one where Orbax wrote no item level)."""
+  """item: the folder with the tree. step: its parent, or the same folder if Orbax wrote no item level."""
 
   item: Path
   step: Path
@@ -146,7 +146,7 @@ class Location:
 
 
 def locate(path: AnyPath) -> Location:
-  """Finds the tree in `<run>/checkpoints/<step>` or `<...>/<step>/items`. Raises LayoutError where it is not clear."""
+  """Finds the tree in `<run>/checkpoints/<step>` or `<...>/<step>/items`. Raises LayoutError unless it is unique."""
   folder = full_path(path)
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
     raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")
@@ -235,7 +235,7 @@ def _stored(item: Path, path: TreePath, store: ts.TensorStore, impl: str | None,
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     nonlocal checksum
     values = block(index)
-    if checksum is not None:  # at the first read; an uncompressed chunk has none of its own
+    if checksum is not None:  # checked at the first read, since an uncompressed chunk has no checksum
       parts = [values]
       if values.shape != tuple(store.shape):
         step = chunk[0] or store.shape[0]
@@ -254,7 +254,7 @@ def _stored(item: Path, path: TreePath, store: ts.TensorStore, impl: str | None,
 def _result(item: Path, path: TreePath, future: ts.Future) -> Any:
   try:
     return future.result()
-  except Exception as error:  # TensorStore reports every cause as one type, with the cause in the text
+  except Exception as error:  # TensorStore raises one type and names the cause in the text
     cause = " ".join(str(error).split())[:200]
     raise LayoutError(f"{item} is damaged or half copied: leaf {slash_path(path)} cannot be read ({cause})") from error
 
@@ -273,7 +273,7 @@ def _key_impls(item: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-  """A JSON object. Raises LayoutError where the file is missing, holds something else, or is not what was sealed."""
+  """Reads a JSON object. Raises LayoutError if the file is missing, holds anything else, or does not match its seal."""
   try:
     return check_seal(json.loads(file.read_text(encoding="utf-8")))
   except (ValueError, OSError) as error:
@@ -281,7 +281,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any], **style: Any) -> None:
-  """Writes a JSON object; style: as in json.dumps, where an indented object ends its last line. Raises OSError."""
+  """Writes a JSON object. style: options of json.dumps; with indent the text ends in a newline. Raises OSError."""
   write_text(file, json.dumps(content, **style) + ("\n" if "indent" in style else ""))
 
 
@@ -307,12 +307,12 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
 
 
 def is_typed_key(leaf: Any) -> bool:
-  """Whether a leaf is a random key with a type of its own, which may be abstract."""
+  """Whether a leaf is a typed random key, abstract or not."""
   return "key<" in str(getattr(leaf, "dtype", ""))
 
 
 def key_impl(key: Any) -> Any:
-  """The generator of a typed key, which may be abstract: only a traced key can be asked."""
+  """The generator of a typed key, abstract or not; jax.random.key_impl itself refuses an abstract key."""
   import jax
 
   found = []
@@ -321,7 +321,7 @@ def key_impl(key: Any) -> Any:
 
 
 def key_words(key: Any) -> Any:
-  """The uint32 words of a typed key; abstract words of an abstract key, which lie where it does."""
+  """The uint32 words of a typed key; of an abstract key, abstract words with its sharding."""
   import jax
 
   if isinstance(key, jax.ShapeDtypeStruct):
@@ -331,7 +331,7 @@ def key_words(key: Any) -> Any:
 
 
 def misfit(origin: Any, missing: Sequence[str], extra: Sequence[str], unlike: Sequence[str]) -> str:
-  """The error for a checkpoint with other leaves than the model, '' for none. unlike: a text for each such leaf."""
+  """The error for a checkpoint with other leaves than the model; '' for none. unlike: a text for each unlike leaf."""
   problems = [f"misses {listed(missing)}"] if missing else []
   problems += [f"has {listed(extra)}, unknown to the model"] if extra else []
   problems += [*unlike[:_MOST_UNLIKE], *([f"and {len(unlike) - _MOST_UNLIKE} more"] if unlike[_MOST_UNLIKE:] else [])]

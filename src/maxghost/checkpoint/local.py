@@ -1,11 +1,11 @@
 """Local checkpoints: saved often on the disks (or in the memory) of the machines themselves, each with a peer's copy.
 
-Every process keeps `<folder>/<step>-<attempt>/`, with attempt a word of this start of the run:
-  <process>.bin, .json        the bytes of its pieces of the arrays; what they are, and the positions of the checkpoint
-  <process>.peer.bin, .json   pieces of a process of another machine, which no third machine holds
+Every process keeps `<folder>/<step>-<attempt>/`, where attempt is a random word for this start of the run:
+  <process>.bin, .json        the bytes of its pieces of the arrays; their names and shapes, and the positions
+  <process>.peer.bin, .json   pieces of a process on another machine that no third machine holds
 A piece is what the sharding gives to one device. A checkpoint can be used when the processes that start again hold all
-pieces between them, whatever their number, order and mesh: each reads its own files, and what it lacks goes
-through the shared folder.
+pieces between them, whatever their number, order and mesh: each reads its own files, and gets missing pieces through
+the shared folder.
 """
 
 import collections
@@ -30,7 +30,7 @@ from maxghost.config.files import check_seal, sealed, write_text, write_whole
 from maxghost.parallel import distributed
 
 CHUNK = 1 << 24  # bytes that a process sends to its peer at a time
-LENT = ".lent-"  # prefix of the shared folders through which processes read pieces of each other
+LENT = ".lent-"  # prefix of the shared folders through which processes exchange pieces
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 
 
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     return cls(name, tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
 
   def overlap(self, other: "Piece") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where both lie, as indices into this piece and into the other; None where they share nothing."""
+    """The intersection, as indices into this piece and into the other; None if it is empty."""
     ours, theirs = [], []
     for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
       low, high = max(a, b), min(a + n, b + m)
@@ -64,8 +64,8 @@ Place = tuple[Path, int]  # a file, and the offset in it
 class LocalCheckpoints:
   """The local checkpoints of one run. Every process calls the methods in the same order.
 
-  folder: of this machine. shared: one that all processes see. attempt: the same word in all processes. attempts: the
-  words of those before, in order, and after how many steps each went on. say: receives each message for the user.
+  folder: on this machine. shared: a folder that all processes see. attempt: the same word in all processes. attempts:
+  (word, step it continued after) of each earlier attempt, in order. say: receives each message for the user.
   """
 
   def __init__(self, folder: Path, shared: Path, attempt: str, attempts: Sequence[tuple[str, int]] = (),
@@ -80,13 +80,13 @@ class LocalCheckpoints:
       self._say(f"maxghost: note: local checkpoints: {uneven}; start as many processes on each machine")
     self._pool = ThreadPoolExecutor(1, "local-checkpoint")
     self._writing: tuple[str, Future] | None = None
-    self._places: dict[str, dict[Piece, Place]] = {}  # by name of the checkpoint
-    self._of_all: dict[str, list[set[Piece]]] = {}  # what each process holds of it
+    self._places: dict[str, dict[Piece, Place]] = {}  # {name of a checkpoint: its pieces here}
+    self._of_all: dict[str, list[set[Piece]]] = {}  # {name: its pieces by process}
     self._headers: dict[str, dict] = {}
 
   def save(self, step: int, flat: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:
-    """Copies the pieces of this process, and sends those that no other machine has to its peer; the rest happens in
-    the background. flat: the arrays by slash path. record: that of process 0 is kept. Raises OSError where the last
+    """Copies the pieces of this process, sends those that no other machine has to its peer, and writes in the
+    background. flat: the arrays by slash path. record: only that of process 0 is kept. Raises OSError if the previous
     save could not be written."""
     self.wait()
     held, alone = {}, []
@@ -108,15 +108,15 @@ class LocalCheckpoints:
     self._writing = folder.name, self._pool.submit(_write, folder, parts, header)
 
   def wait(self) -> None:
-    """Waits until the last save is on disk, then removes those before it. Raises OSError where it failed."""
+    """Waits until the last save is on disk, then removes earlier ones. Raises OSError if the save failed."""
     if self._writing is not None:
       (name, written), self._writing = self._writing, None
       fix = "make room there for two checkpoints at a time, or name another local_checkpoint_directory"
       together(written.result, f"local checkpoint {self.folder / name} could not be written", fix)
-      self.keep(name)  # not before: until all have written it, the one before is needed
+      self.keep(name)  # only now: until all have written it, the one before is needed
 
   def drop(self, step: int) -> None:
-    """Removes all up to a step, which is durable elsewhere."""
+    """Removes the local checkpoints up to a step that has a durable checkpoint."""
     self.wait()
     for name in self.names():
       if step_of(name) <= step:
@@ -125,7 +125,7 @@ class LocalCheckpoints:
       self.folder.rmdir()
 
   def keep(self, kept: str) -> None:
-    """Removes all others: they are older, or belong to steps that the run does again."""
+    """Removes all local checkpoints but `kept`: they are older, or of steps that the run repeats."""
     for name in self.names():
       if name != kept:
         shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -148,15 +148,16 @@ class LocalCheckpoints:
     return [name for name in names if name in self._headers and self._is_current(name) and self._is_whole(name)]
 
   def leaves(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
-    return {leaf: jax.ShapeDtypeStruct(*pair[::-1]) for leaf, pair in self._headers[name]["leaves"].items()}
+    leaves = self._headers[name]["leaves"].items()
+    return {leaf: jax.ShapeDtypeStruct(shape, dtype) for leaf, (dtype, shape) in leaves}
 
   def record(self, name: str) -> dict[str, Any]:
-    """What `save` was given."""
+    """The record that `save` was given."""
     return self._headers[name]["record"]
 
   def restore(self, name: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays of a usable checkpoint, placed as `wanted` asks; those bytes that no file of this machine has come
-    through the shared folder. If one process fails, no other waits for it."""
+    """The arrays of a usable checkpoint, placed as `wanted` asks. Bytes in no file of this machine come through the
+    shared folder. If one process fails, no other waits for it."""
     pieces, places = collections.defaultdict(set), dict(self._places.get(name, {}))
     for piece in set[Piece]().union(*self._of_all[name]):
       pieces[piece.name].add(piece)
@@ -171,7 +172,7 @@ class LocalCheckpoints:
       lend = functools.partial(self._lend, shared, name, lenders, places)
       together(lend, f"{shared}, through which processes read pieces of each other, could not be written")
     try:
-      for lender in sorted(set(lenders.values())):  # by name: a network file system may not list new files at once
+      for lender in sorted(set(lenders.values())):  # by name: network file systems list new files late
         path = shared / f"{lender}.json"
         places = _places(path, json.loads(path.read_text())) | places
       return {leaf: _array(leaf, x, pieces[leaf], places) for leaf, x in wanted.items()}
@@ -184,11 +185,11 @@ class LocalCheckpoints:
     self._pool.shutdown()
 
   def _sends(self, holders: set[int]) -> bool:
-    """Whether this process is the one that sends a piece of these processes to its peer: they are on one machine."""
+    """Whether this process sends a piece to its peer: all holders are on one machine, and this is the first of them."""
     return len({self._machines[process] for process in holders}) == 1 and min(holders) == distributed.index()
 
   def _lend(self, shared: Path, name: str, lenders: Mapping[Piece, int], places: Mapping[Piece, Place]) -> None:
-    """Writes the pieces that other processes asked for, of those that this process lends."""
+    """Writes those pieces that other processes asked for and this process lends."""
     lent = [piece for piece, lender in lenders.items() if lender == distributed.index()]
     leaves = self._headers[name]["leaves"]
     if lent:
@@ -196,18 +197,18 @@ class LocalCheckpoints:
       _write(shared, {str(distributed.index()): (lent, blobs)}, {"leaves": leaves})
 
   def names(self) -> list[str]:
-    """Of all that this machine has a part of."""
+    """Names of all checkpoints of which this machine has a part."""
     found = []
     with contextlib.suppress(FileNotFoundError):
       found = os.listdir(self.folder)
     return [name for name in found if name.partition("-")[0].isdecimal()]
 
   def newest(self) -> int:
-    """The step of the newest checkpoint that a process of this machine has written completely; -1: there is none."""
+    """The step of the newest checkpoint that a process of this machine has written completely; -1 for none."""
     return max((step_of(name) for name in self.names() if any((self.folder / name).glob("*.json"))), default=-1)
 
   def _is_current(self, name: str) -> bool:
-    """Whether no attempt after it has gone on from an earlier step; such a one has written records and scores anew."""
+    """Whether no later attempt continued from an earlier step, and so wrote records and scores anew."""
     step, words = step_of(name), [word for word, _ in self._attempts]
     later = self._attempts[words.index(attempt) + 1 :] if (attempt := name.partition("-")[2]) in words else ()
     gone_on = min((begun for _, begun in later), default=step)
@@ -245,7 +246,7 @@ def together(work: Callable[[], Any], said: str, fix: str = "") -> None:
     work()
   except OSError as error:
     reason = error.strerror or str(error)
-  except Exception as error:  # the others must not wait for this process, whatever it is
+  except Exception as error:  # of any kind: the other processes must not wait for this one
     reason = f"{type(error).__name__}: {error}"
   reasons = distributed.gather(reason)
   if found := next((f"process {number}: {reason}" for number, reason in enumerate(reasons) if reason), ""):
@@ -259,15 +260,15 @@ def machines() -> list[int]:
 
 
 def peer_shift(machines: Sequence[int]) -> int:
-  """The number to add to a process for its peer, so that no process has its peer on its own machine: the one nearest to
-  half of all processes; 0: there is none."""
+  """The number to add to a process for its peer, such that no process has its peer on its own machine. Of these, the
+  number nearest to half of all processes; 0 if there is none."""
   count = len(machines)
   nearest_first = sorted(range(1, count), key=lambda shift: abs(shift - count // 2))
   return next((n for n in nearest_first if all(machines[i] != machines[i - n] for i in range(count))), 0)
 
 
 def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) -> tuple[list[Piece], list[np.ndarray]]:
-  """Gives these pieces to the process `shift` after this one; returns those of the process `shift` before it, and their
+  """Sends these pieces to the process `shift` after this one; returns those of the process `shift` before, and their
   bytes."""
   count = distributed.count()
   said = distributed.gather([[*map(list, pieces)], sum(map(len, blobs))])
@@ -277,23 +278,21 @@ def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) 
     send, flow = _sender(size // 4, shift), _chunks(blobs, size)
     for _ in range(-(-most // size)):
       chunks.append(send(next(flow)))
-  return [_piece(*piece) for piece in received], [
-    chunk[: max(left - size * number, 0)] for number, chunk in enumerate(chunks)
-  ]
+  parts = [chunk[: max(left - size * number, 0)] for number, chunk in enumerate(chunks)]
+  return [_piece(*piece) for piece in received], parts
 
 
 @functools.lru_cache(1)
 def _sender(num_words: int, shift: int) -> Callable[[np.ndarray], np.ndarray]:
-  """A function that sends bytes to the process `shift` after this one, and returns those that came."""
+  """A function that sends bytes to the process `shift` after this one and returns the bytes received."""
   count, first = distributed.count(), {}
   for device in jax.devices():
     first.setdefault(device.process_index, device)
   mesh = jax.sharding.Mesh(np.array([first[process] for process in range(count)]), ("process",))
   rows = NamedSharding(mesh, PartitionSpec("process"))
   pairs = [(process, (process + shift) % count) for process in range(count)]
-  program = jax.shard_map(
-    lambda x: lax.ppermute(x, "process", pairs), mesh=mesh, in_specs=rows.spec, out_specs=rows.spec
-  )
+  permute = lambda x: lax.ppermute(x, "process", pairs)  # noqa: E731
+  program = jax.shard_map(permute, mesh=mesh, in_specs=rows.spec, out_specs=rows.spec)
   shape = jax.ShapeDtypeStruct((count, num_words), np.uint32, sharding=rows)
   compiled = jax.jit(program).lower(shape).compile()
   distributed.gather(None)  # devices do not wait long for those of another process
@@ -306,7 +305,7 @@ def _sender(num_words: int, shift: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _chunks(blobs: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-  """The bytes of all, `size` at a time, then zeros without end."""
+  """The bytes of all blobs, `size` at a time, then zeros without end."""
   chunk, filled = np.zeros(size, np.uint8), 0
   for blob in blobs:
     while len(blob):
@@ -322,7 +321,7 @@ def _chunks(blobs: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 
 def _write(folder: Path, parts: Mapping[str, tuple[Sequence[Piece], Iterable[np.ndarray]]], header: Mapping) -> None:
-  """Writes two files for each of `parts`, {name: (pieces, their bytes)}; that of their names is the last."""
+  """Writes NAME.bin, then NAME.json for each of `parts`, {name: (pieces, their bytes)}."""
   folder.mkdir(parents=True, exist_ok=True)
   for name, (pieces, blobs) in parts.items():
     with write_whole(folder / f"{name}.bin") as file:
@@ -332,7 +331,7 @@ def _write(folder: Path, parts: Mapping[str, tuple[Sequence[Piece], Iterable[np.
 
 
 def _places(path: Path, header: Mapping) -> dict[Piece, Place]:
-  """Where each piece of a file lies: one after the other."""
+  """Where each piece lies in its file: one after the other."""
   offset, places = 0, {}
   for piece in (_piece(*piece) for piece in header["pieces"]):
     places[piece] = path.with_suffix(".bin"), offset

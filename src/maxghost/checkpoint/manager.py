@@ -2,12 +2,12 @@
 
 A checkpoint `<run>/checkpoints/<step>/` holds the state after <step> completed steps:
   items/      the state as a plain nested dict of arrays, {"model": {...}, "optimizer": {...}}, paths as in the model;
-              of a model with adapters only these
-  positions/  JSON: where data, metrics and scores stood after that step, the config, one checksum per array, the
-              versions that wrote it, and the checksum of all this
-A folder gets its name when all of it is written, and older ones go when it is durable. A checkpoint that cannot be
-read, or does not match its checksums, is skipped with a message and renamed to <step>.unusable. One that can be read
-but has other leaves than the model is an error: a weight never keeps its initial value without notice.
+              of a model with adapters, only the adapters
+  positions/  JSON: the positions of data, metrics and scores after that step, the config, one checksum per array, the
+              versions that wrote it, and a checksum of the JSON itself
+A folder is renamed to its step once it is complete, and older ones are removed once it is durable. A checkpoint that
+cannot be read, or does not match its checksums, is skipped with a message and renamed to <step>.unusable. One that can
+be read but has other leaves than the model is an error, since a weight would keep its initial value unnoticed.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from maxghost.config.files import check_seal, sealed, sync, write_text
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
-SEEN_SECONDS = 60  # until every process sees a file that one has written
-WRITE_SECONDS = 3600  # for a checkpoint; what fails, or a process that is lost, is noticed at once
+SEEN_SECONDS = 60  # until every process sees a file that process 0 has written
+WRITE_SECONDS = 3600  # for a checkpoint; an error, or the loss of a process, is noticed at once
 _FAILURES = "maxghost/failures"  # in the key-value store
 _WAITED = "it waited in vain for another process"
 UNUSABLE_SUFFIX = ".unusable"
@@ -44,11 +44,11 @@ class CheckpointError(RuntimeError):
 
 
 class PeerFailure(RuntimeError):
-  """Another process could not write its part, and says why."""
+  """Another process could not write its part; the message is its reason."""
 
 
 class Restored(NamedTuple):
-  """`tree`: the arrays, laid out as the abstract tree asked; `positions`: what `save` was given."""
+  """tree: the arrays, with the shardings of the abstract tree. positions: those that `save` was given."""
 
   step: int
   tree: dict
@@ -57,7 +57,7 @@ class Restored(NamedTuple):
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-  """The folder of a checkpoint in the making; Orbax leaves its own files and the renaming to the system's cache."""
+  """The folder of an unfinished checkpoint. Syncs the renamed folder to disk, which Orbax leaves to the system."""
 
   async def finalize(self):
     await super().finalize()
@@ -76,37 +76,37 @@ class CheckpointManager:
   def __init__(self, directory: str | Path, *, max_to_keep: int = 2, asynchronous: bool = True, local: str = "",
                say: Callable = print):  # fmt: skip
     self._directory, self._say = full_path(directory), say
-    self._attempts_path = self._directory / ".local"  # the run's word, and [attempt, steps before it] of its attempts
-    # Orbax logs every phase of a save, and an error once in each of its threads; what matters is said here.
+    self._attempts_path = self._directory / ".local"  # the run's word, and [word, step before] of its attempts
+    # Orbax logs every phase of a save, and an error in each of its threads; this class reports what matters.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    self._saving: int | None = None  # the step that is being written
+    self._saving: int | None = None  # the step being written
     self._has_failed = False
-    self._frozen: dict[str, int] = {}  # checksums of what no step changes
+    self._frozen: dict[str, int] = {}  # checksums of arrays that no step changes
     if distributed.is_first():
       for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
         self._say(f"maxghost: checkpoint {path} was only half written and is removed")
         shutil.rmtree(path, ignore_errors=True)
-    self._check_shared()  # the others look at the folder afterwards
-    # Made in the foreground, a folder that cannot be made raises at once; in the background it takes five minutes.
+    self._check_shared()  # the other processes read the folder afterwards
+    # A folder that cannot be created raises at once in the foreground, but after five minutes in the background.
     writing = {"timeout_secs": WRITE_SECONDS, "create_directories_asynchronously": False}
     options = ocp.CheckpointManagerOptions(
       max_to_keep=max_to_keep or None, enable_async_checkpointing=asynchronous, temporary_path_class=_DurablePath,
       async_options=ocp.AsyncOptions(**writing, barrier_sync_fn=_barrier if distributed.count() > 1 else None),
     )  # fmt: skip
-    # Named here, so that what lies in a checkpoint is known before anything has been saved or restored.
+    # With handlers given here, `item_metadata` works before anything has been saved or restored.
     handlers = {"items": ocp.StandardCheckpointHandler(), "positions": ocp.JsonCheckpointHandler()}
     self._manager = ocp.CheckpointManager(self._directory, item_handlers=handlers, options=options)
     self._local = self._open_local(Path(local)) if local else None
 
   def steps(self) -> list[int]:
-    """Completed steps of the checkpoints that lie there whole, oldest first."""
+    """Completed steps of the complete checkpoints, oldest first."""
     return sorted(step for step in self._manager.all_steps() if self.path(step).is_dir())
 
   def path(self, step: int) -> Path:
     return self._directory / str(step)
 
   def newest(self) -> str:
-    """Where the newest checkpoints lie, of those that this process sees; empty: there are none."""
+    """Names of the newest durable and local checkpoints that this process sees, for a message; empty for none."""
     local, steps = self._local.newest() if self._local else -1, self.steps()
     told = [str(self.path(steps[-1]))] if steps else []
     return ", ".join(told + ([f"the local one of step {local}"] if local > max(steps, default=-1) else []))
@@ -116,13 +116,13 @@ class CheckpointManager:
     """Copies the arrays and writes them in the background; `tree` may be donated as soon as this returns.
 
     frozen: arrays that never change, of which only the checksums are written (`check_frozen`). local: writes a local
-    checkpoint, also while a durable one is being written. Waits for an earlier one of its kind first. Raises
-    CheckpointError, or OSError of a local one, where that one, or this one, could not be written.
+    checkpoint, also while a durable one is being written. Waits for the previous save of the same kind first. Raises
+    CheckpointError (OSError for a local checkpoint) if the previous save or this one failed.
     """
     if not local:
       self.wait()
     elif self._saving is not None:
-      self._guard(lambda: None)  # raises what the durable one has met so far
+      self._guard(lambda: None)  # raises an error of the durable save so far
     tree = _with_raw_keys(tree)
     if frozen and not self._frozen:
       self._frozen = _checksums(frozen)
@@ -139,7 +139,7 @@ class CheckpointManager:
     self._guard(lambda: self._manager.save(step, args=items, force=True))
 
   def wait(self) -> None:
-    """Waits until the last save is on disk. Raises CheckpointError where it failed."""
+    """Waits until the last save is on disk. Raises CheckpointError if it failed."""
     if self._saving is not None:
       self._guard(self._manager.wait_until_finished)
       if self._local:
@@ -147,33 +147,33 @@ class CheckpointManager:
       self._saving = None
 
   def close(self) -> None:
-    """Ends the background work. Raises CheckpointError where a save failed here, unless that was raised before."""
+    """Ends the background work. Raises CheckpointError if a save of this process failed, unless raised before."""
     with contextlib.suppress(CheckpointError) if self._has_failed else contextlib.nullcontext():
       self._guard(self._manager.close, alone=True)
     if self._local:
       self._local.close()
 
   def restore_latest(self, abstract_tree: Mapping) -> Restored | None:
-    """The newest checkpoint that can be used, or None where there are none.
+    """The newest checkpoint that can be used, or None if there are no checkpoints.
 
-    abstract_tree: ShapeDtypeStructs (with shardings) where the arrays shall be. Raises CheckpointError where a
-    readable checkpoint has missing, extra or unlike leaves, or where checkpoints exist and none can be used.
+    abstract_tree: ShapeDtypeStructs with the shardings of the arrays. Raises CheckpointError if a readable checkpoint
+    has missing, extra or unlike leaves, or if checkpoints exist and none can be used.
     """
     unusable = []
     wanted, local = _with_raw_keys(abstract_tree), self._local.usable() if self._local else []
     found = [(step, "") for step in self.steps()] + [(local_files.step_of(name), name) for name in local]
-    for step, name in sorted(found, reverse=True):  # of one step the local one first, whose bytes are near
+    for step, name in sorted(found, reverse=True):  # at the same step, the local one first: it is faster
       reason, restored, path = "", None, self._local.folder / name if self._local and name else self.path(step)
       try:
         restored = self._read(step, name, wanted)
       except CheckpointError:
         raise
-      except Exception as error:  # Orbax and TensorStore raise what they like for a damaged file
+      except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
         if "RESOURCE_EXHAUSTED" in str(error):
           raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-      reason = next(filter(None, distributed.gather(reason)), "")  # what one process cannot read, none uses
-      # All processes compute the checksums together, so only after each of them has read its part.
+      reason = next(filter(None, distributed.gather(reason)), "")  # all use what all can read
+      # Checksums are computed by all processes together, so only after each has read its part.
       if restored is None or reason or (reason := _changed(restored)):
         unusable += [] if name else [step]
         self._say(f"maxghost: checkpoint {path} cannot be used ({reason}); trying the one before")
@@ -194,8 +194,8 @@ class CheckpointManager:
     return None
 
   def _begin(self, step: int, local: str) -> None:
-    """Notes that this attempt goes on after `step`: local checkpoints of earlier ones beyond it are of no use any more,
-    also those of machines that are away."""
+    """Records that this attempt continues after `step`. Later local checkpoints of earlier attempts are not used any
+    more, not even those of machines that are absent now."""
     if distributed.is_first() and self._attempts_path.exists():
       found = json.loads(self._attempts_path.read_text())
       found["attempts"].append([self._local.attempt if self._local else "", step])
@@ -204,7 +204,7 @@ class CheckpointManager:
       self._local.keep(local)
 
   def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origin: str) -> None:
-    """Raises CheckpointError where the arrays, read from `origin`, are not those that `save` was given as frozen."""
+    """Raises CheckpointError if the arrays, read from `origin`, are not those that `save` was given as frozen."""
     found, saved = _checksums(frozen), restored.positions.get("frozen", {})
     changed = [name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name)]
     if changed:
@@ -212,37 +212,33 @@ class CheckpointManager:
       fix = "put them back, or start a new run_name"
       raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 
-  def _read(self, step: int, local: str, wanted: Mapping) -> Restored:
-    """A checkpoint, before its arrays are compared with their checksums. local: the name of a local one; empty: a
-    durable one."""
-    path, items = self.path(step), "items"
-    if local:
-      assert self._local is not None, "it has named this checkpoint"
-      path, positions = self._local.folder / local, self._local.record(local)
+  def _read(self, step: int, name: str, wanted: Mapping) -> Restored:
+    """Reads a checkpoint without checking its arrays' checksums. name: of a local one; empty: the durable one."""
+    path, flat, local = self.path(step), _flatten(wanted), self._local if name else None
+    if local is not None:
+      path, positions = local.folder / name, local.record(name)
     else:
       positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
     positions = check_seal(positions)
     if positions.get("format", 0) > FORMAT_VERSION:
       reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
       raise CheckpointError(f"checkpoint {path} has format {positions['format']}, {reads}")
-    if local:
-      assert self._local is not None
-      _check_leaves(path, self._local.leaves(local), _flatten(wanted))
-      arrays = self._local.restore(local, _flatten(wanted))
-      tree = jax.tree.unflatten(jax.tree.structure(wanted), arrays.values())
+    if local is not None:
+      _check_leaves(path, local.leaves(name), flat)
+      tree = jax.tree.unflatten(jax.tree.structure(wanted), local.restore(name, flat).values())
     else:
-      _check_leaves(path, _flatten(self._manager.item_metadata(step)[items].tree), _flatten(wanted))
-      tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))[items]
+      _check_leaves(path, _flatten(self._manager.item_metadata(step)["items"].tree), flat)
+      tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
     return Restored(step, tree, positions, path)
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
-    """Runs a part of the save, in every process unless `alone`. Raises CheckpointError in all if it fails in one."""
+    """Runs a part of a save in every process, or `alone`. Raises CheckpointError in all processes if one fails."""
     reason = ""
     try:
       work()
       self._manager.check_for_errors()
     except PeerFailure:
-      pass  # which tells the reason below
+      pass  # the failed process gives the reason below
     except Exception as error:
       if distributed.is_lost_peer(error):
         raise
@@ -257,7 +253,7 @@ class CheckpointManager:
       raise CheckpointError(f"checkpoint {self.path(self._saving or 0)} could not be written{where} ({found[process]})")
 
   def _check_shared(self) -> None:
-    """Raises ConfigError in every process if one does not see what process 0 writes."""
+    """Raises ConfigError in every process if any of them does not see what process 0 writes."""
     if distributed.count() == 1:
       return
     path, name = self._directory / ".shared", secrets.token_hex(8)
@@ -272,9 +268,9 @@ class CheckpointManager:
       raise ConfigError(f"base_output_directory: {blind}; name a folder of a file system that all processes share")
 
   def _open_local(self, folder: Path) -> local_files.LocalCheckpoints:
-    """Raises ConfigError in every process if one cannot write there."""
+    """Raises ConfigError in every process if any of them cannot write to `folder`."""
     words = []
-    if distributed.is_first():  # the run is known by a word of its own: another of its name may have been here
+    if distributed.is_first():  # a random word tells the run from an earlier one of its name
       self._directory.mkdir(parents=True, exist_ok=True)
       for lent in self._directory.glob(f"{local_files.LENT}*"):
         shutil.rmtree(lent, ignore_errors=True)
@@ -296,7 +292,7 @@ class CheckpointManager:
     return local_files.LocalCheckpoints(own, self._directory, attempt, attempts, self._say)
 
   def _set_aside(self, steps: list[int]) -> None:
-    """Renames unusable checkpoints, so that the run can save at their steps again and someone can look at them."""
+    """Renames unusable checkpoints, so that the run can save at their steps again and they can be examined."""
     for step in steps:
       target = self._directory / f"{step}{UNUSABLE_SUFFIX}"
       if distributed.is_first():
@@ -315,7 +311,7 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _sees(path: Path, text: str) -> bool:
-  """Whether a file holds this text, in the time for which a network file system may remember that it was missing."""
+  """Whether a file holds this text; waits, because network file systems remember for a while that it was missing."""
   end = time.monotonic() + SEEN_SECONDS
   while True:
     with contextlib.suppress(OSError):
@@ -338,7 +334,7 @@ _store = ocp.multihost.get_jax_distributed_client  # the key-value store of jax.
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:
-  """Waits until every process has come here with this key. Raises PeerFailure as soon as one could not write."""
+  """Waits until every process has called this with `key`. Raises PeerFailure as soon as one could not write."""
   store, end = _store(), time.monotonic() + timeout_ms / 1000
   if store.key_value_increment(key, 1) == distributed.count():
     store.key_value_set(f"{key}/all", "")
@@ -354,7 +350,7 @@ def _barrier(*, key: str, timeout_ms: int) -> None:
 
 
 def made_with() -> dict[str, str]:
-  """What the bits of a run depend on besides its configuration: versions, and the kind of device."""
+  """Versions and the kind of device, on which the bits of a run depend besides its configuration."""
   versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
   device = jax.devices()[0]
   return versions | {"device": f"{device.device_kind} ({device.platform})"}
@@ -372,7 +368,7 @@ def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, An
 
 
 def _changed(restored: Restored) -> str:
-  """Which array of a checkpoint has another checksum than when it was saved; '' for none."""
+  """A text that names an array whose checksum has changed since the checkpoint was saved; '' for none."""
   saved = restored.positions.get("checksums", {})
   changed = (name for name, found in _checksums(restored.tree).items() if saved.get(name) != found)
   return next((f"the bytes of {name} changed since they were saved" for name in changed), "")

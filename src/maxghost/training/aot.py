@@ -1,4 +1,4 @@
-"""The train step compiled for devices that need not be present: its memory, FLOPs and collectives."""
+"""Ahead-of-time compilation of the train step for devices that need not be present: memory, FLOPs, collectives."""
 
 import contextlib
 import pickle
@@ -21,7 +21,7 @@ from maxghost.training.plan import Plan
 
 
 class Compiled(NamedTuple):
-  """The step compiled for absent devices, and its HLO text; or, if it did not fit, the compiler's message `problem`."""
+  """A step compiled for absent devices, with its HLO text. problem: the compiler's message if the step did not fit."""
 
   plan: Plan
   executable: Any
@@ -43,8 +43,8 @@ class Compiled(NamedTuple):
 
 
 def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = None) -> Compiled:
-  """Compiles the step; a step that is too large for the memory is not an error. options: further compiler options.
-  folder: keeps the texts of the TPU compiler. Raises as `train_step`."""
+  """Compiles the step; one that exceeds the device memory is returned with its `problem`. options: further compiler
+  options. folder: keeps the TPU compiler's texts. Raises as `train_step`."""
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
   platform, begin = plan.layout.platform, time.perf_counter()
   with _no_cache(), tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
@@ -66,7 +66,7 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
 
 @contextlib.contextmanager
 def _no_cache():
-  # To time a compilation; and on CPU, JAX 0.10 writes an executable from the cache without some of its functions.
+  # The cache would hide compile times, and JAX 0.10 on CPU serializes a cached executable without some functions.
   before = jax.config.values["jax_enable_compilation_cache"]
   jax.config.update("jax_enable_compilation_cache", False)
   compilation_cache.reset_cache()
@@ -78,13 +78,14 @@ def _no_cache():
 
 
 def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
-  """(lines on compile time, FLOPs, memory and collectives, whether the step fits the memory of a device)."""
+  """(lines on compile time, FLOPs, memory and collectives, whether the step fits the device memory)."""
   plan, have = compiled.plan, topologies.hbm_bytes(topology)
   if compiled.executable is None:
     lines = [f"memory: does not fit: {compiled.problem}"]
     return lines if have is None else [*lines, *shortage(plan.memory, have)], False
   memory = compiled.executable.memory_analysis()
-  need = sum(compiled_sizes(memory).values())
+  sizes = compiled_sizes(memory)
+  need = sum(sizes.values())
   parts = {**{row.name: row.bytes for row in plan.memory.resident}, "temporaries": memory.temp_size_in_bytes,
            "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
            "program": memory.generated_code_size_in_bytes,
@@ -101,7 +102,7 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
   tokens = plan.rows * plan.cfg.data.max_target_length
   counted = max((compiled.executable.cost_analysis() or {}).get("flops", 0.0), 0.0) * plan.layout.num_devices
   xla = f"XLA counts {counted / tokens / 1e9:.3f} G, the body of each loop once, scoring and recomputation included"
-  lines.append(plan.memory.beside(compiled_sizes(memory)))
+  lines.append(plan.memory.beside(sizes))
   lines.append(f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; {xla}")
   found = collectives.table(compiled.collectives())
   lines.append("collectives of a step, on each device:" if found else "collectives of a step: none")

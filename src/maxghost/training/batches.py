@@ -1,4 +1,4 @@
-"""The batches of a run: training batches are sent ahead, validation batches are a function of the step alone."""
+"""The batches of a run: training batches are prefetched, validation batches depend on the step alone."""
 
 import functools
 from collections import deque
@@ -13,7 +13,7 @@ NUM_AHEAD = 2
 
 class Fetched(NamedTuple):
   """One training batch: the host's Batch, its arrays on the devices, and the data position after it. metrics, record:
-  of the answers that the step sampled (`rollouts`), if it did."""
+  on the answers that the step sampled (`rollouts`); empty for a step that sampled none."""
 
   batch: Any
   arrays: Any
@@ -23,8 +23,8 @@ class Fetched(NamedTuple):
 
 
 class Batches:
-  """The batches of a dataset, prepared by the objective of the run, or of the validation set. sets: {name: (domain,
-  `Objective.prepare`)} of the validation sets; without a name, the first one is meant."""
+  """The batches of a dataset, prepared by the objective of the run or of a validation set. sets: {name: (domain,
+  `Objective.prepare`)} of the validation sets; the first one is the default."""
 
   def __init__(self, dataset, prepare: Callable[[Any], Any], sets: Mapping[str, tuple[str, Callable[[Any], Any]]]):
     self._dataset, self._prepare, self._sets = dataset, prepare, sets
@@ -41,9 +41,9 @@ class Batches:
 
 
 class Prefetcher:
-  """Draws `num_batches` batches from a resumable iterator in a background thread, NUM_AHEAD + 1 of them ahead. The
-  iterator is ahead of the training, so each batch carries the position after it for checkpoints. `put` sends a batch's
-  arrays to the devices. `next` raises an error of the iterator after the batches before it."""
+  """Draws `num_batches` batches from a resumable iterator in a background thread, NUM_AHEAD + 1 of them ahead. Since
+  the iterator is ahead of the training, each batch carries the position after it, for checkpoints. put: sends a batch's
+  arrays to the devices. An error of the iterator is raised by `next` after the batches before it."""
 
   def __init__(self, iterator, put: Callable[[dict], Any], num_batches: int):
     self._iterator, self._put, self._num_left = iterator, put, num_batches
@@ -71,17 +71,17 @@ class Prefetcher:
 
 
 def validation_index(ghost: GhostConfig, step: Any) -> Any:
-  """Number of the validation rows of a step, an int or a traced integer: the same number, the same rows."""
+  """The index of a step's validation rows; steps with the same index use the same rows. step: int or traced integer."""
   refresh = ghost.ghost_val_refresh_steps
   return (step - step % max(ghost.ghost_every, ghost.ghost_val_every)) // refresh if refresh else step * 0
 
 
 class ValidationRows:
-  """The validation batches of every step, one per named set; there is no state to save.
+  """The validation batches of every step, one per named set. They have no state to save.
 
   A *fresh* step (every `ghost_val_every` steps) computes the validation loss and gradient, against which the next steps
   score. New rows are drawn every `ghost_val_refresh_steps` steps, at the next fresh step.
-  batches: of the run. sets: names, none without ghost. put: sends a dict of host arrays to the devices.
+  sets: names of the validation sets; empty without scoring. put: sends a dict of host arrays to the devices.
   """
 
   def __init__(self, ghost: GhostConfig, batches: Batches, sets: Iterable[str], put: Callable[[dict], Any]):
@@ -89,7 +89,7 @@ class ValidationRows:
     # A fresh step opens an account of the loss, which is closed after this many steps.
     self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
     self._held: tuple[int, tuple] = (-1, ())
-    self.first = 0  # step of a run, before which no account is open
+    self.first = 0  # no account is open before this step
 
   def is_fresh(self, step: int) -> bool:
     return bool(self._sets) and step % self._every == 0
@@ -113,7 +113,7 @@ class ValidationRows:
     return self._held[1]
 
   def replaces(self, step: int) -> bool:
-    """Whether the closing loss must be measured separately: this step computes none, or on other rows."""
+    """Whether the closing loss must be measured separately: the step computes none, or one on other rows."""
     before, here = (validation_index(self._ghost, number) for number in (step - 1, step))
     return self.closes(step) and (not self.is_fresh(step) or before != here)
 

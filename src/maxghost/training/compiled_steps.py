@@ -41,12 +41,12 @@ class Executable(NamedTuple):
 
 
 def _compiled(name: str) -> functools.cached_property[Callable]:
-  """A property of Program. It waits until every process has compiled the function, so that none waits inside it."""
+  """A property of Program that waits until all processes have compiled the function, so that none waits inside it."""
   return functools.cached_property(lambda program: program._ready(name))
 
 
 class Program:
-  """The functions that the loop calls. scored: labels and sizes of the scored parameters.
+  """The functions that the loop calls. scored: {label: size} of the scored parameters.
 
   train_step(state, batch, val_batches) -> (state, out) donates the state. closing: see `step.make_closing`.
   evaluate(state, batch) -> (summed loss, tokens). to_host: copies a step's outputs to the host. outer: the outer steps
@@ -91,13 +91,13 @@ def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
 
 
 def build(plan: Plan) -> Program:
-  """Traces the step and the evaluations, and starts to compile them in the background. Raises as `train_step`."""
-  pool = ThreadPoolExecutor(1, "compile")  # one: XLA uses all cores for one compilation
+  """Traces the functions of a run and starts to compile them in the background. Raises as `train_step`."""
+  pool = ThreadPoolExecutor(1, "compile")  # one thread: a compilation uses all cores
   cfg, graphdef, layout, apart = plan.cfg, plan.graphdef, plan.layout, plan.apart
   (state, batch, val_batches), futures = plan.arguments, {}
 
   def submit(name: str, begin: float, function: Callable, *arguments, **options) -> None:
-    """Lowers here, since only the main thread traces."""
+    """Lowers in this thread, the only one that may trace, and compiles in the pool."""
     lowered = lower(name, function, layout, *arguments, **options)
     futures[name] = pool.submit(_compile, name, lowered, time.perf_counter() - begin, layout.platform)
 
@@ -125,7 +125,7 @@ def build(plan: Plan) -> Program:
 
 def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,
           out_shardings: Any = None) -> jax.stages.Lowered:  # fmt: skip
-  """Lowers a function. A step donates its state, and returns it with the same shardings."""
+  """Lowers a function. A train or outer step donates its state and returns it with the same shardings."""
   options: dict[str, Any] = {"out_shardings": out_shardings}
   if name in ("train_step", "plain_step") or name.startswith(outer.OUTER_STEP):
     options = {"donate_argnums": (0,), "out_shardings": (layout.shardings(arguments[0]), None)}

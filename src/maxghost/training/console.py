@@ -13,13 +13,12 @@ from maxghost.config.values import printable
 from maxghost.training.plan import Plan
 from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 
-MAX_STEP_LINE = 120  # characters; metrics.jsonl has what does not fit, and all the rest
+MAX_STEP_LINE = 120  # characters; metrics.jsonl has every value
 
 
 def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
-  """MaxText's step line in short, then as much of ghost's part as fits, for the first validation set. `drop`: by how
-  much the step lowered the validation loss; then the predicted part of the domains that moved it most. Values that the
-  step did not measure are left out."""
+  """MaxText's step line, shortened, then what fits for the first validation set: its loss, `drop`, by how much the step
+  lowered that loss, and the predicted drop by domain, largest first. Values that were not measured are left out."""
   line = f"completed step: {record['step']}, seconds: {record['perf/step_time_seconds']:.3f}"
   line += f", Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.0f}, loss: {record['learning/loss']:.3f}"
   if "rollout/reward" in record:
@@ -97,11 +96,12 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
 
 
 def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str) -> list[str]:
-  saved = f"saved in {path / CHECKPOINTS / str(completed_steps)}" if completed_steps else "nothing to save"
-  saved = saved if cfg.checkpoint.checkpoint_period else "not saved, because checkpoint_period=0"
-  stopped = f"Stopped by {signal} after {completed_steps} of {cfg.run.steps} steps; {saved}"
-  again = f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}"
-  return [stopped, again] if cfg.checkpoint.checkpoint_period else [stopped]
+  stopped = f"Stopped by {signal} after {completed_steps} of {cfg.run.steps} steps"
+  if not cfg.checkpoint.checkpoint_period:
+    return [f"{stopped}; not saved, because checkpoint_period=0"]
+  folder = path / CHECKPOINTS / str(completed_steps)  # missing if this run has not completed a step of its own
+  saved = f"saved in {folder}" if folder.is_dir() else "nothing to save"
+  return [f"{stopped}; {saved}", f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}"]
 
 
 def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The devices of a run: JAX's options, the layout, and the shapes of its batches."""
+"""The devices of a run: JAX's options, the layout, and the shapes of the batches."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def compiler_options(platform: str | None = None) -> dict[str, Any]:
 
   On CPU most of a step's time is spent in matrix products, which are library calls, so LLVM's higher levels only make
   the compilation longer (default configuration, JAX 0.10.2: 15.7 s of CPU time instead of 9.4, with the same bits).
-  JAX's own setting jax_disable_most_optimizations lowers the level further, and is left to do so.
+  JAX's own setting jax_disable_most_optimizations lowers the level further and takes precedence.
   """
   if jax.config.read("jax_disable_most_optimizations"):
     return {}
@@ -34,7 +34,7 @@ def compiler_options(platform: str | None = None) -> dict[str, Any]:
 
 
 def open_layout(cfg: Config) -> Layout:
-  """Connects the processes, if there are several; the layout over all devices. Raises ConfigError if they refuse it."""
+  """Connects the processes, if several, and returns the layout over all devices. Raises ConfigError if they refuse."""
   configure_jax(cfg)
   heap.call("mallopt", heap.ARENA_MAX, 1)  # before XLA starts its threads
   distributed.start(cfg.parallel)
@@ -77,13 +77,15 @@ def check_layout(cfg: Config, layout: Layout) -> None:
     near = max(parts, chosen - chosen % parts)
     said = f"ghost_select_fraction={cfg.ghost.ghost_select_fraction:g} of {rows} rows is {chosen}"
     raise ConfigError(f"{said}, which does not divide over {parts} devices; use ghost_select_fraction={near / rows:g}")
-  if distributed.count() > 1 and cfg.run.sample_every:
+  if distributed.count() == 1:
+    return
+  if cfg.run.sample_every:
     said = f"sample_every={cfg.run.sample_every}: texts are sampled by a single process, and there are"
     raise ConfigError(f"{said} {distributed.count()}; use sample_every=0, and `maxghost generate` on a checkpoint")
-  if distributed.count() > 1 and cfg.samples:
+  if cfg.samples:
     said = f"objective={cfg.optimizer.objective} samples in a single process, and there are"
     raise ConfigError(f"{said} {distributed.count()}; start one")
-  if distributed.count() > 1 and (cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token"):
+  if cfg.ghost.ghost_select != "none" or cfg.ghost.ghost_detail == "token":
     key = "ghost_detail=token" if cfg.ghost.ghost_detail == "token" else f"ghost_select={cfg.ghost.ghost_select}"
     said = f"{key} writes files that one process alone can write; {distributed.count()} processes need"
     raise ConfigError(f"{said} ghost_select=none and a ghost_detail other than token")
@@ -95,12 +97,12 @@ def rows_per_step(cfg: Config, num_devices: int) -> int:
 
 
 def data_rows(cfg: Config, num_rows: int) -> int:
-  """Rows that the data gives for a batch of this many: prompts, where each has several answers."""
+  """Rows to read for a batch of `num_rows`: only the prompts if several answers are sampled to each."""
   return num_rows // cfg.rollout.num_generations if cfg.samples else num_rows
 
 
 def num_chosen(cfg: Config, num_candidates: int) -> int:
-  """Rows in the training pass; all for threshold, which gives rows that are not chosen no weight."""
+  """Rows in the training pass. ghost_select=threshold keeps all rows and masks the targets of those not chosen."""
   if cfg.ghost.ghost_select in ("none", "threshold"):
     return num_candidates
   return max(1, round(cfg.ghost.ghost_select_fraction * num_candidates))

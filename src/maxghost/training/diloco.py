@@ -1,6 +1,6 @@
 """DiLoCo (Douillard et al., arXiv:2311.08105): slices train apart, each with a train state of its own.
 
-A step is the ordinary one, mapped over slices: nothing is sent between them. They meet in outer steps (`outer.py`).
+A step is the ordinary one, mapped over slices, which send nothing to each other. Outer steps (`outer.py`) join them.
 
 R slices, K validation sets, B rows of a batch.
 """
@@ -20,23 +20,24 @@ from maxghost.parallel import distributed
 from maxghost.parallel.axis_rules import APART, BATCH
 from maxghost.parallel.shardings import AXES, Layout, constrain, use
 from maxghost.training import scoring
+from maxghost.training.host_memory import is_stacked
 
 # Parts of the train state: global model (as in any checkpoint), states of the slices [R, ...], state of the outer step.
 GLOBAL, INNER, OUTER = "model", "inner_state", "outer_state"
-# Outputs of a step that are parts of the mean over slices; of the others not listed in `_JOIN` the mean is taken.
+# Outputs by row, of which a slice's are parts of the mean over slices. `_JOIN`: how others are joined, if not by mean.
 _SHARED_OUT = ("contribution_BSK", "share_BS", "param_contribution", "token_contribution_KBT")
 _JOIN: dict[str, Callable] = {"tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any,
                               "max_logits_LH": np.max, "check_rel_err": np.max}  # fmt: skip
 
 
 class OuterState(nnx.OptState):
-  """Momentum of the outer step, or a pseudo-gradient on its way; float32 or wider."""
+  """Momentum of the outer step, or a pseudo-gradient in flight; float32 or wider."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Diloco:
-  """The slices of a run. graphdef, inner: of the train state of one slice, abstract. trained: the paths of the
-  parameters that are trained, with their fragments."""
+  """The slices of a run. graphdef, inner: the abstract train state of one slice. trained: {path of a trained parameter:
+  its fragments}."""
 
   cfg: Config
   layout: Layout
@@ -67,13 +68,13 @@ class Diloco:
       v = flat[GLOBAL, *path]
       wide = jax.ShapeDtypeStruct(v.shape, jnp.promote_types(v.dtype, jnp.float32))
       whole += [((OUTER, kind, *path), OuterState(wide, axes=v.get_metadata().get(AXES))) for kind in kinds]
-    if self.late:  # whether a fragment's pseudo-gradient is on its way
+    if self.late:  # whether a fragment's pseudo-gradient is in flight
       sent = jax.ShapeDtypeStruct((self.cfg.parallel.num_diloco_fragments,), jnp.int32)
       whole.append(((OUTER, "sent"), OuterState(sent)))
     return self.layout.abstract(nnx.from_flat_state(whole))
 
   def begin(self, inner: nnx.State) -> nnx.State:
-    """The state in which every slice begins with the same train state."""
+    """The initial state, in which every slice has the same train state."""
     like = self.state
 
     def spread(inner):
@@ -97,17 +98,17 @@ class Diloco:
 
   @property
   def _axes(self) -> Any:
-    """The slice axis of each leaf of `_inner`; None: common to all."""
+    """The slice axis of each leaf of `_inner`; None: all slices share the leaf."""
     return jax.tree.map(lambda x: None if _is_common(x) else 0, self.inner)
 
-  # What slices do apart.
+  # What each slice computes on its own.
 
   def train_step(self, step: Callable) -> Callable:
     """The train step of one slice as a step of all: `step(state, batch, val_batches) -> (state, out)`.
 
-    Slice r has rows r B/R to (r + 1) B/R, and the same validation rows as the others. Outputs of rows have all rows;
+    Slice r has rows r B/R to (r + 1) B/R; all slices have the same validation rows. Outputs by row have all rows;
     contributions and shares are parts of the mean over slices, 1 / R of those in their own slice. All other outputs
-    have a leading slice axis: `to_host` joins them.
+    have a leading slice axis, which `to_host` reduces.
     """
     count = self.layout.apart
 
@@ -136,9 +137,9 @@ class Diloco:
     return lambda whole, val_batches: mapped(self._inner(whole), val_batches)
 
   def to_host(self, out: Mapping[str, Any]) -> dict[str, Any]:
-    """Host copies of outputs: rows as `scoring.to_host`; of all others, one value for the slices of all processes. It
-    is the mean over slices, or what `_JOIN` says. diloco/loss/<r>: the loss of slice r. Values on the host are returned
-    as they are. Every process must call it in the same order."""
+    """Host copies of outputs: those by row as `scoring.to_host`, all others joined over the slices of all processes, by
+    the mean or as `_JOIN` says. diloco/loss/<r>: the loss of slice r. Outputs on the host are returned unchanged. Every
+    process must call this in the same order."""
     by_row = {name: x for name, x in out.items() if name in scoring.ROW_AXIS}
     rest = {name: x for name, x in out.items() if name not in by_row}
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(rest)):
@@ -151,7 +152,7 @@ class Diloco:
     return scoring.to_host(by_row) | found
 
   def evaluation(self, evaluate: Callable) -> Callable:
-    """`step.make_eval_step` at the global parameters; every slice has a part of the rows."""
+    """`step.make_eval_step` at the global parameters; every slice evaluates a part of the rows."""
 
     def part(x):
       x = x.reshape(self.layout.apart, -1, *x.shape[1:])
@@ -163,8 +164,8 @@ class Diloco:
     return evaluated
 
   def at_global(self, function: Callable, whole: nnx.State, batches, axis: int | None = None):
-    """function(train state of a slice with the global parameters, batches) in every slice, so that none sends them.
-    axis: of the slices in batches; None: all slices have the same."""
+    """Calls function(train state of a slice with the global parameters, batches) in every slice, without sending
+    parameters. axis: the slice axis of `batches`; None: all slices have the same batches."""
     flat, copies = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}
     for path, v in nnx.to_flat_state(self.state):
       if path[:2] == (INNER, GLOBAL) and v.shape != flat[path[1:]].shape:
@@ -174,7 +175,7 @@ class Diloco:
 
 
 def of_slices(tree: Any) -> Any:
-  """Host copies [R, ...] of arrays with a leading slice axis, also of the slices of other processes."""
+  """Host copies [R, ...] of arrays with a leading slice axis, gathered from all processes."""
   leaves, structure = jax.tree.flatten(tree)
   own = [{shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards} for x in leaves]
   if not all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
@@ -186,9 +187,9 @@ def of_slices(tree: Any) -> Any:
 
 
 def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:
-  """{path: fragments that have a part of the parameter}: of stacked layers all, others one, so that sizes are alike."""
+  """{path: fragments of the parameter}: all for stacked layers, else one, chosen so that fragments have like sizes."""
   sizes, found = [0.0] * count, {}
-  stacked = [(path, v) for path, v in params if count > 1 and (v.get_metadata().get(AXES) or ("",))[0] == "layers"]
+  stacked = [(path, v) for path, v in params if count > 1 and is_stacked(v)]
   for path, v in stacked:
     found[path] = tuple(range(count))
     for fragment in range(count):
@@ -202,7 +203,7 @@ def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:
 
 
 def _is_common(x) -> bool:
-  """Whether a leaf of a train state is the same in all slices: a count of steps."""
+  """Whether all slices share a leaf of the train state: it is a count of steps."""
   return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
 
 

@@ -18,12 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost.config import Config, ConfigError
 from maxghost.models import segments, streaming
-from maxghost.parallel.shardings import HOST
+from maxghost.parallel.shardings import AXES, HOST
 
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-  """Selects the Variables of a train state that live in host memory. frozen: adapters stay on the device."""
+  """Which Variables of a train state live in host memory. frozen: only adapters are trained, on the device."""
 
   weights: bool
   optimizer: bool
@@ -36,7 +36,7 @@ class HostMemory:
 
   @property
   def updates(self) -> bool:
-    """Whether an update of the parameters has to fetch anything."""
+    """Whether an update of the parameters reads or writes host memory."""
     return self.optimizer or (self.weights and not self.frozen)
 
   def __bool__(self) -> bool:
@@ -49,7 +49,7 @@ class HostMemory:
     """The abstract state with the first device's host memory in its shardings."""
 
     def placed(x):
-      mesh = Mesh(np.array(jax.devices()[:1]), ("device",))  # without one, JAX ignores the memory of abstract arrays
+      mesh = Mesh(np.array(jax.devices()[:1]), ("device",))  # without a mesh, JAX ignores an abstract array's memory
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=HOST))
 
     return self._mapped(state, placed)
@@ -76,11 +76,11 @@ def check(cfg: Config, device: Any) -> None:
 
 def is_stacked(variable: nnx.Variable) -> bool:
   """Whether a parameter, or a moment of one, has a leading layer axis."""
-  return (variable.get_metadata().get("axes") or ("",))[0] == "layers"
+  return (variable.get_metadata().get(AXES) or ("",))[0] == "layers"
 
 
 def norm(state: nnx.State, segment_length: int):
-  """Global norm in float32 or wider; stacked squares are summed by segments wherever they lie, for the same bits."""
+  """Global norm in float32 or wider. Stacked squares are summed by segments in any memory, for the same bits."""
   values = [(v.get_value(), is_stacked(v)) for _, v in nnx.to_flat_state(state)]
   stacked = [x for x, flag in values if flag]
   total = sum((_squares(x) for x, flag in values if not flag), jnp.zeros((), float))
@@ -98,15 +98,15 @@ def _squares(x):
 
 
 def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: Callable, segment_length: int) -> None:
-  """`optimizer.update(model, scaled grads)` for an optimizer `by_segment`, stacked leaves one segment at a time.
-  Weights, gradients and moments of a segment are fetched to the device, updated, and returned to their memory. grads:
-  State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf."""
+  """As `optimizer.update(model, scaled grads)`, but stacked leaves are updated one segment at a time: its weights,
+  gradients and moments are fetched to the device and returned to their memory. The optimizer must be `by_segment`.
+  grads: State with the paths of the optimizer's Params. scale(array) -> array: clips a gradient leaf."""
   variables = nnx.state(model, optimizer.wrt)
   layers = {path: v.get_value().shape[0] if is_stacked(v) else 0 for path, v in nnx.to_flat_state(variables)}
   trees = nnx.as_pure(variables), nnx.as_pure(grads), nnx.as_pure(optimizer.opt_state)
 
   def of_depth(num_layers: int) -> tuple[Any, Any, Any]:
-    """The entries for parameters of a stack with this many layers; 0: outside the stacks."""
+    """The entries of `trees` for parameters of a stack with this many layers; 0: outside the stacks."""
     return _map_states(lambda state: nnx.filter_state(state, lambda path, _: layers.get(path) == num_layers), trees)
 
   def update(params, grads, opt_state):
@@ -124,7 +124,7 @@ def apply_gradients(optimizer: nnx.Optimizer, model: nnx.Module, grads, scale: C
 
 
 def _update_segments(update: Callable, params, grads, opt_state, first, num_layers: int, segment_length: int):
-  """`update` of stacked trees in place by segments; counts are shared. first: 0, once fetching may begin."""
+  """Applies `update` to stacked trees in place by segments, which share counts. first: 0, once fetching may begin."""
   held, tree = jax.tree.flatten((params, opt_state))
   layered = [x.ndim > 0 and x.shape[0] == num_layers for x in held]
   # Split beforehand: a TPU cannot cut an odd number of rows out of a packed matrix in host memory.
@@ -150,6 +150,6 @@ def _update_segments(update: Callable, params, grads, opt_state, first, num_laye
 
 
 def _map_states(function: Callable, *trees) -> Any:
-  """function(State, ...) of each State in the trees; other leaves are those of the first tree."""
+  """Applies function(State, ...) to each State in the trees; other leaves are the first tree's."""
   is_state = lambda x: isinstance(x, nnx.State)  # noqa: E731
   return jax.tree.map(lambda x, *others: function(x, *others) if is_state(x) else x, *trees, is_leaf=is_state)

@@ -36,7 +36,7 @@ from maxghost.training.state import Position, carry, to_save
 
 class Sinks(NamedTuple):
   """The outputs of a run; None: switched off. checkpoints: a `CheckpointManager`. trackers: as in `trackers.py`.
-  by_domain: a `DomainSums`; unlike `scores` it is there in every process. watch: a `Watch`, told what the loop does."""
+  by_domain: a `DomainSums`, which unlike `scores` every process has. watch: a `Watch`, told what the loop does."""
 
   console: Console
   metrics: MetricsLog | None
@@ -55,7 +55,7 @@ class Sinks(NamedTuple):
 
 
 class Hardware(NamedTuple):
-  """Input of rates. rows: of a step over all devices. peak_flops: FLOP/s of one device, if known."""
+  """What rates depend on. rows: of a step over all devices. peak_flops: FLOP/s of one device, if known."""
 
   num_devices: int
   peak_flops: float | None
@@ -81,8 +81,8 @@ class Outcome(NamedTuple):
 
 class TrainingLoop:
   """Runs the steps of a run from a position to its end, or to a signal. put: sends a dict of host arrays of validation
-  rows, which all processes have alike, to the devices. sampler: maps the train state to a sampled text. rollouts:
-  samples what the steps train on; None where that is read."""
+  rows, the same in all processes, to the devices. sampler: maps the train state to a sampled text. rollouts: samples
+  the answers that the steps train on; None: training data is only read."""
 
   def __init__(self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
                put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
@@ -103,7 +103,7 @@ class TrainingLoop:
     record of metrics.jsonl is written after everything else, so it marks a complete run."""
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
-    self._closing: dict[str, Any] | None = position.closing  # of the last step, if an outer step came after it
+    self._closing: dict[str, Any] | None = position.closing  # outputs of `step.make_closing` before an outer step
     self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
     self._sinks.console.start(num_steps, position.completed_steps)
@@ -131,7 +131,7 @@ class TrainingLoop:
   # Starting a step.
 
   def _fetched(self, step: int, prefetcher: Prefetcher) -> Fetched:
-    """The next batch. Answers wait for the step before, and their time is no part of a step's."""
+    """The next batch. Sampling answers waits for the step before; its time is not part of any step's."""
     self._sinks.watch(step, "reads its batch", bounded=self._rollouts is None)
     if self._rollouts is None:
       return next(prefetcher)
@@ -187,7 +187,7 @@ class TrainingLoop:
   # Evaluations, checkpoints and the end, which wait for results.
 
   def _evaluate(self) -> None:
-    """Adds eval/* to the record of the step just started, always on the same rows."""
+    """Adds eval/*, always on the same rows, to the record of the step just started."""
     self._read_started()
     self._sinks.watch(None, "evaluates", "evaluate")
     if not self._eval_batches:
@@ -253,7 +253,7 @@ class TrainingLoop:
       read()
 
   def _read_outputs(self, step: int, program: str, fetched: Fetched, outputs: Any, replaced: dict | None) -> None:
-    """Reads a step's outputs and completes the record before it. replaced: what closes an account on old rows."""
+    """Reads a step's outputs and completes the record before it. replaced: `step.make_closing` on replaced rows."""
     self._sinks.watch(step, f"waits for {program}", program, bounded=True)
     outputs = self._program.to_host(outputs)  # waits until the step is done
     seconds = self._restart_clock()

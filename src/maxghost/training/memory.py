@@ -42,7 +42,7 @@ PARAMETERS, OTHER, OUTER = "parameters", "other state", "state of the outer step
 
 def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Split | None = None,
              build=state.abstract_split) -> MemoryEstimate:  # fmt: skip
-  """Bytes per device of a train step of layout's devices (None: one). split: result of `build`. Raises ConfigError."""
+  """Bytes per device of a train step. layout: by default one device. split: a result of `build`. Raises ConfigError."""
   layout = layout or Layout.of(config.ParallelConfig(), jax.devices()[:1])
   states: dict[str, PlacedState] = {}
 
@@ -73,9 +73,9 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
 
 
 class Held(NamedTuple):
-  """One Variable of the train state. row: of the table. whole: its shape. shape: of the part on this device. gathered:
-  number of elements when a layer uses it, gathered along the mesh axes that split the batch. frozen: it is below
-  adapters, without gradient."""
+  """One Variable of the train state. row: of the table. whole, shape: its whole shape, and that of the part on this
+  device. gathered: number of elements when a layer uses it, gathered along the mesh axes that split the batch. frozen:
+  only adapters are trained, and it has no gradient."""
 
   row: str
   label: str
@@ -89,7 +89,7 @@ class Held(NamedTuple):
 
   @property
   def stacked(self) -> bool:
-    """Whether it has a leading layer axis."""
+    """Whether the Variable has a leading layer axis."""
     return self.axes[:1] == (LAYERS,)
 
   @property
@@ -150,7 +150,7 @@ class Device:
     return self.layout.rows(num_rows).shard_shape((num_rows,))[0]
 
   def elements(self, stacked: bool | None = None) -> int:
-    """Elements of the trained parameters in the stack, outside it, or (None) of all."""
+    """Elements of the trained parameters in the layer stack (True), outside it (False), or in all (None)."""
     params = [v for v in self.params.values() if not v.frozen]
     return sum(v.elements for v in params if stacked is None or stacked == v.stacked)
 
@@ -161,7 +161,7 @@ class Device:
 
   @property
   def own_layers(self) -> int:
-    """Layers whose parameters this device holds, or parts of them."""
+    """Number of layers of which this device holds parameters, whole or in part."""
     stages = self.layout.stages
     return self.cfg.model.base_num_decoder_layers // (stages.num if stages else 1)
 
@@ -223,7 +223,7 @@ class Device:
 
 
 class Step:
-  """A step's arrays beside those between steps. in_turn: whether a segment's validation rows are finished first."""
+  """Arrays that exist only inside a step. in_turn: whether a segment's validation rows are finished first."""
 
   def __init__(self, device: Device):
     self.device, self.ghost, self.model = device, device.cfg.ghost, device.cfg.model
@@ -255,7 +255,7 @@ class Step:
     self.ring = apart and (in_blocks or m.attention == "blockwise")
     self.linear_attention = m.attention == "flash" or in_blocks or self.ring
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
-    # The rows take turns if the validation gradients of a layer are smaller than its inputs, over all devices.
+    # Validation and training rows take turns if a layer's validation gradients are smaller than its inputs.
     stacked = [v for v in device.params.values() if v.stacked and not v.frozen]
     layer = sum(math.prod(v.whole[1:]) * jnp.dtype(v.dtype).itemsize for v in stacked)
     tokens = self.ghost.ghost_val_batch_size * self.whole_length
@@ -337,7 +337,7 @@ class Step:
     return {CARRIES: carries, WITHIN: [*kept, *self._working(), *self._rounded()]}
 
   def _rounded(self) -> list[Tensor]:
-    """What products of rounded operands add to a layer's arrays."""
+    """The arrays that products of rounded operands add to a layer's."""
     if self.model.quantization not in ROUNDED:
       return []
     widest = Tensor((self.inner_tokens, self.feed_forward), "float32", "sum of a product of codes, before its scales")
@@ -430,7 +430,7 @@ class Step:
   # Scores: validation gradients or their factors, validation rows, scores per token.
 
   def _scores(self, in_pass: bool = True) -> Rows:
-    """in_pass: during the training pass, not after it."""
+    """Arrays of the scores. in_pass: during the training pass, not after it."""
     if not self.device.num_sets:
       return {}
     count = sum(math.prod(param.stack_shape) for param in self.device.scored)

@@ -1,4 +1,4 @@
-"""The memory estimate of a step: its tensors, the printed table, and advice if it is too much for a device."""
+"""The memory estimate of a step: its tensors, the printed table, and advice if it exceeds a device's memory."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from maxghost.config import Config, ConfigError
 
 SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int32": "s32"}
-# Times a device's memory. The estimate is within a tenth of the TPU compiler's for dense models, but rough on CPU.
+# Multiple of a device's memory. The estimate is within a tenth of the TPU compiler's for dense models, rough on CPU.
 CLEARLY_TOO_MUCH = 1.5
 
 
@@ -170,8 +170,8 @@ def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
 
 
 def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, str, MemoryEstimate]]:
-  """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until it fits. Each saves
-  at least two percent. Settings that later ones make unnecessary are left out."""
+  """[(keys as typed, their cost, estimate with them and the previous ones)], cheapest first, until the step fits. Each
+  entry saves at least two percent. Settings that later ones make unnecessary are left out."""
   taken: dict[tuple[str, ...], tuple[dict, str]] = {}  # by name: a later value replaces an earlier one
   current = estimate
   while current.total > capacity_bytes:
@@ -201,7 +201,7 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
 
 
 def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
-  """(keys, their cost), from those without cost to those that change the run."""
+  """(keys, their cost) of settings, from those without cost to those that change the run."""
   cfg = estimate.cfg
   m, o, g = cfg.model, cfg.optimizer, cfg.ghost
   if m.attention in ("dot_product", "autoselected"):

@@ -16,10 +16,10 @@ from typing import Any
 
 from maxghost.config import ConfigError, plugins
 
-# The first of these that is not finite stops the run; a validation loss that is not only leaves its step unscored.
+# If one of these is not finite, the run stops; a validation loss that is not finite only leaves its step unscored.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
 
-# metric: scalar of the step's outputs, where it has it
+# {metric: scalar output of the step}, for steps that have the output
 SCALARS = {"learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning/param_norm": "param_norm",
            "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
            "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
@@ -32,7 +32,7 @@ class NonFiniteMetricError(RuntimeError):
 
 
 def check_finite(step: int, outputs: Mapping[str, Any]) -> None:
-  """Raises NonFiniteMetricError for the first metric of FINITE_METRICS that holds a NaN or an infinity."""
+  """Raises NonFiniteMetricError for the first metric of FINITE_METRICS that is NaN or infinite."""
   for name in FINITE_METRICS:
     if name in outputs and not math.isfinite(outputs[name]):
       raise NonFiniteMetricError(f"step {step}: {name} is {float(outputs[name])}")
@@ -43,7 +43,7 @@ def _perplexity(loss: float) -> float:
 
 
 def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") -> dict[str, float]:
-  """The learning/* part of a record from the host copies of a step's scalar outputs; with experts moe/* too.
+  """The learning/* part of a record, and moe/* with experts, from the host copies of a step's scalar outputs.
   moe/expert_load: each expert's share of the tokens' choices, mean over layers; moe/max_expert_load: the largest, as a
   multiple of an equal share. Outputs with a slash in their names, such as rewards/chosen, are the objective's own."""
   record: dict[str, Any] = {metric: float(outputs[name]) for metric, name in SCALARS.items() if name in outputs}
@@ -102,8 +102,8 @@ def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token")
 
 
 class MetricsLog:
-  """metrics.jsonl: `append` writes one whole line; `position` is its length in bytes after a flush to disk. checksum:
-  CRC-32 of what was written since `restore`, and before."""
+  """metrics.jsonl: `append` writes one whole line; `position` is the file's length in bytes after a flush to disk.
+  checksum: CRC-32 of all that was written, also before `restore`."""
 
   def __init__(self, path: Path):
     self._path, self.checksum = path, 0
@@ -122,7 +122,7 @@ class MetricsLog:
     return os.path.getsize(self._path)
 
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
-    """Cuts the file to a position; reports records that were changed. Raises ConfigError if it is shorter."""
+    """Truncates the file to a position; reports changed records. Raises ConfigError if the file is shorter."""
     if (size := os.path.getsize(self._path)) < num_bytes:
       said = f"{self._path} has {size} bytes, but the checkpoint was made when it had {num_bytes}: records are missing"
       raise ConfigError(f"{said}; put the file back, or start a new run_name")

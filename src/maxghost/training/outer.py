@@ -1,4 +1,4 @@
-"""The outer steps of DiLoCo, in which slices that train apart (`diloco.py`) meet, and their account.
+"""The outer steps of DiLoCo, which join slices that train apart (`diloco.py`), and their account.
 
 Sources: Douillard et al., arXiv:2311.08105; fragments and overlap: Streaming DiLoCo, arXiv:2501.18512.
 
@@ -32,17 +32,17 @@ from maxghost.training.diloco import GLOBAL, INNER, OUTER, Diloco, of_slices, re
 from maxghost.training.memory_report import shown
 
 SEND, MERGE, SYNC = "send", "merge", "sync"
-OUTER_STEP = "outer_step"  # what the names of programs begin with that change the state
+OUTER_STEP = "outer_step"  # prefix of the programs that change the state
 
 
 class Outer:
-  """The outer steps of these slices, as functions of their state."""
+  """The outer steps of the slices of a run, as functions of the state of all slices."""
 
   def __init__(self, slices: Diloco):
     self.slices, self._parallel, self._state = slices, slices.cfg.parallel, slices.state
 
   def lines(self) -> list[str]:
-    """What a run says at its start."""
+    """Lines that a run prints at its start."""
     given, count = self._parallel, self._parallel.num_diloco_fragments
     sizes = [self.bytes_sent(fragment) for fragment in range(count)]
     parts = f" of each of {count} fragments" if count > 1 else ""
@@ -69,9 +69,9 @@ class Outer:
     return total
 
   def due(self, done: int) -> list[tuple[str, int]]:
-    """What follows step number `done` (from 1): pairs of SEND, MERGE or SYNC and a fragment, in order. Fragment f meets
-    after f H / F + i H steps; the last step of a run is followed by an outer step of every fragment, without overlap,
-    so that the global parameters contain all steps."""
+    """The moves after step number `done` (from 1): pairs of SEND, MERGE or SYNC and a fragment, in order. Fragment f is
+    due after f H / F + i H steps. The last step of a run is followed by an outer step of every fragment, without
+    overlap, so that the global parameters contain all steps."""
     parallel = self._parallel
     period, count, late = parallel.diloco_sync_period, parallel.num_diloco_fragments, self.slices.late
     last, moves = done == self.slices.cfg.run.steps, []
@@ -91,7 +91,7 @@ class Outer:
     trained = {slash_path(path): inner[path].get_value() for path in self.slices.trained}
     val_batches = devices.validation_shapes(self.slices.cfg, self.slices.layout)
     gradients, programs = (trained,) * len(val_batches), {}
-    if val_batches:
+    if val_batches:  # partial: `lower` names a function, and a bound method takes no name
       placed = (None, jax.tree.map(lambda x: x.sharding, gradients))
       programs["outer_gradients"] = functools.partial(self.gradients), (self._state, val_batches), placed
       programs["outer_losses"] = functools.partial(self.losses), (self._state, val_batches), None
@@ -124,9 +124,9 @@ class Outer:
     return self.slices.at_global(of_slice, whole, val_batches)
 
   def move(self, kind: str, fragment: int, whole: nnx.State, gradients: tuple):
-    """(state after an entry of `due`, its account); gradients: from `gradients`; without them no account. The account
-    has the nats by which the move lowers the validation loss at the global parameters to first order, by cause:
-    momentum and pseudo_gradient, [R, K] alike in every slice, and without overlap the part of each slice."""
+    """(state after a move of `due`, its account). gradients: those of `gradients`; empty: no account. The account has
+    the nats by which the move lowers the validation loss at the global parameters to first order, by cause: momentum
+    and pseudo_gradient, [R, K], the same in every slice, and without overlap the part of each slice."""
     flat, new, products = {path: v.get_value() for path, v in nnx.to_flat_state(whole)}, {}, []
     for path, fragments in self.slices.trained.items():
       if fragment not in fragments:
@@ -141,7 +141,7 @@ class Outer:
         continue
       pseudo = part.of(flat[way]) if kind == MERGE else g - x_R.mean(0)
       after, moved, x_after = self._outer(kind, g, m, pseudo, x_R)
-      if kind == MERGE:  # after the end of a run that was continued, nothing is on its way
+      if kind == MERGE:  # in a run continued after its end, nothing is in flight
         sent = flat[OUTER, "sent"][fragment] > 0
         after, moved, x_after = (jnp.where(sent, y, x) for y, x in ((after, m), (moved, g), (x_after, x_R)))
       for name, value, lead in (("g", moved, 0), ("x", x_after, 1), ("m", after, 0)):
@@ -182,8 +182,8 @@ class OuterSteps:
     self._outer, self._program = outer, program
 
   def after(self, state: nnx.State, step: int, validation: ValidationRows) -> tuple[nnx.State, dict | None, dict]:
-    """(state, closing, record) after step number `step` (from 0). The state is donated. closing: what closes the
-    account of the step (`step.make_closing`), measured before the parameters jump; None: they do not. record: the
+    """(state, closing, record) after step number `step` (from 0). The state is donated. closing: outputs of
+    `step.make_closing`, measured before an outer step changes the parameters; None without a change. record: the
     diloco/* part of the step's record."""
     moves, sets = self._outer.due(step + 1), tuple(self._outer.slices.cfg.val_sets)
     rows, closing = validation.batches(step) if sets and any(kind != SEND for kind, _ in moves) else (), None
@@ -193,8 +193,8 @@ class OuterSteps:
     return state, closing, account_metrics(account, sets)
 
   def __call__(self, state: nnx.State, moves: list, val_batches: tuple) -> tuple[nnx.State, dict[str, np.ndarray]]:
-    """(state, account) after these moves. The account is empty without validation rows. It has, in nats at the global
-    parameters, predicted_drop, actual_drop, momentum and pseudo_gradient [K], and without overlap slice [R, K]."""
+    """(state, account) after these moves. The account has, in nats at the global parameters, predicted_drop,
+    actual_drop, momentum and pseudo_gradient [K], and without overlap slice [R, K]; it is empty without val_batches."""
     accounts, gradients = [], ()
     if val_batches:
       before, gradients = self._program("outer_gradients")(state, val_batches)

@@ -39,7 +39,7 @@ class StepFlops(NamedTuple):
 
 
 def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
-  """FLOPs of forward and backward, padding included; experts where tokens are sent, a sliding window by its area."""
+  """FLOPs of forward and backward, with padding; only the experts that tokens reach and pairs inside a window count."""
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
   width = model.base_moe_mlp_dim if model.num_experts > 1 and model.base_moe_mlp_dim > 0 else model.base_mlp_dim
@@ -59,8 +59,8 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters. teacher: of
-  a frozen second model that is another than the run's. apart: the slices of a run with DiLoCo, whose state this is."""
+  """state: the abstract train state, with shardings. spread: a line on a device's share of the parameters. teacher: a
+  frozen second model, if it differs from the run's. apart: the slices of a DiLoCo run; `state` is then that of all."""
 
   cfg: Config
   layout: Layout
@@ -116,7 +116,7 @@ class Plan:
 
   @functools.cached_property
   def flops(self) -> StepFlops:
-    """Over all devices."""
+    """FLOPs of a step over all devices."""
     return step_flops(self.cfg.model, self.rows, self.cfg.data.max_target_length)
 
   @functools.cached_property
@@ -130,7 +130,7 @@ class Plan:
     return describe(self.layout.mesh) + (f" of {distributed.count()} processes" if distributed.count() > 1 else "")
 
   def _stages(self) -> list[str]:
-    """The line on a pipeline, if there is one."""
+    """A line on the pipeline stages, if there are any."""
     layout, model = self.layout, self.cfg.model
     if layout.stages is None:
       return []

@@ -22,7 +22,7 @@ from maxghost.parallel import distributed
 from maxghost.training.batches import NUM_AHEAD
 from maxghost.training.score_recorder import domain_numbers, scored_units
 
-LAG = NUM_AHEAD + 4  # batches drawn when step s is read: s + 1 runs, NUM_AHEAD + 1 are ahead
+LAG = NUM_AHEAD + 4  # when step s is read, step s + 1 runs and NUM_AHEAD + 1 batches are drawn ahead
 
 
 class Reweighter:
@@ -46,7 +46,7 @@ class Reweighter:
     return dict(zip(self._names, self._shares_D.tolist(), strict=True))
 
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
-    """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows without scores or left out do not count."""
+    """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows not scored or not chosen do not count."""
     if "contribution_BSK" in outputs and outputs["scored_ok"]:
       counted_BS = scored_units(outputs, batch)[0]
       if "chosen_B" in outputs:

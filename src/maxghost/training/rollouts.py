@@ -1,8 +1,8 @@
-"""Answers that the model samples in training: their rewards and advantages, and the batch they make.
+"""Answers sampled during training, their rewards and advantages, and the batch made of them.
 
 An answer depends on its prompt, on the weights and on a random key made of (data_shuffle_seed, step, document, epoch,
-number of the answer), so that a step that is taken again samples the same texts. rollouts.jsonl has a line for each
-step that samples: the prompts with their answers, rewards and advantages.
+number of the answer), so that a repeated step samples the same texts. rollouts.jsonl has a line for each step that
+samples: the prompts with their answers, rewards and advantages.
 
 P prompts, G answers to each, B = P G rows, T positions, N tokens of the longest answer.
 """
@@ -36,7 +36,7 @@ _OF_BATCH = ("document_BS", "offset_BS", "epoch_B")  # fields of a Batch beside 
 
 
 class Rollouts:
-  """Samples answers for the loop. dataset: of conversations, one to a row; `path` is the run directory."""
+  """Samples answers for the loop. dataset: of conversations, one to a row. path: the run directory."""
 
   def __init__(self, cfg: Config, dataset, layout: Layout, path: Path):
     self._cfg, self._keys, self._dataset, self._layout = cfg, cfg.rollout, dataset, layout
@@ -52,12 +52,12 @@ class Rollouts:
     self._held: Fetched | None = None
 
   def num_samplings(self, completed: int) -> int:
-    """How many steps of the rest of the run sample."""
+    """Number of the remaining steps of the run that sample."""
     every = self._keys.num_iterations
     return -(-self._cfg.run.steps // every) - -(-completed // every)
 
   def __call__(self, step: int, state: nnx.State, prefetcher: Prefetcher) -> Fetched:
-    """The answers on which a step trains: new ones of its model, or those of a step before. Raises RolloutError."""
+    """The answers on which a step trains: newly sampled, or those of an earlier step. Raises RolloutError."""
     if step % self._keys.num_iterations:
       assert self._held is not None, "a position between two samplings has the answers of the first"
       return self._held._replace(record=None, metrics={})
@@ -90,12 +90,12 @@ class Rollouts:
       self._log.append(fetched.record)
 
   def position(self, completed: int) -> dict:
-    """What a checkpoint keeps: the length of the file, and the answers if the next step trains on them again."""
+    """State for a checkpoint: the file's length, and the answers if the next step trains on them again."""
     again = completed % self._keys.num_iterations and self._held
     return {"bytes": self._log.position(), "crc": self._log.checksum, "held": _packed(again) if again else None}
 
   def restore(self, position: dict | None) -> None:
-    """Cuts the file to a position; None empties it."""
+    """Truncates the file to a position; None empties it."""
     self._log.restore(*((position["bytes"], position["crc"]) if position else (0, None)))
     if position and position["held"]:
       batch = _unpacked(position["held"]["batch"])
@@ -105,7 +105,7 @@ class Rollouts:
     self._log.close()
 
   def _prompts(self, batch: Batch) -> tuple[list[list[int]], list[str], dict[str, list]]:
-    """(ids, texts, columns of the records) of the prompts: all before the first token that is trained."""
+    """(token ids, texts, columns of the records) of the prompts. A prompt ends before the first trained token."""
     ends_P = (batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1) > 0).argmax(1) + 1
     ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
     most = self._cfg.data.max_target_length + 1 - self._keys.max_completion_length
@@ -123,13 +123,13 @@ class Rollouts:
     return ids, [self._text(prompt) for prompt in ids], dict(columns)
 
   def _text(self, ids: Any) -> str:
-    """Without the token that ends an answer."""
+    """The text of token ids, without a stop token at the end."""
     ids = np.asarray(ids, np.int32)
     ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
     return self._dataset.tokenizer.decode(ids).decode("utf-8", errors="replace")
 
   def _batch(self, drawn: Batch, ids_B, found: Progress, advantage_B, numbers, generation_B) -> Batch:
-    """A row for each answer: the prompt's tokens without weight, the answer's with that of grpo_loss_type."""
+    """A row for each answer: the prompt's tokens have weight 0, the answer's the weight of grpo_loss_type."""
     rows, length, keys = len(numbers), self._cfg.data.max_target_length, self._keys
     pad = self._dataset.tokenizer.pad_id
     tokens_BT, filled_BT = (np.full((rows, length + 1), value, np.int32) for value in (pad, 0))

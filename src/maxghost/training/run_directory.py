@@ -36,7 +36,7 @@ RESUMABLE_KEYS = frozenset(
 
 
 class Existing(NamedTuple):
-  """The contents of the run's place on disk. completed_steps: the number of steps of a finished run, else 0."""
+  """What exists of the run on disk. completed_steps: the number of steps of a finished run, else 0."""
 
   path: Path
   is_new: bool
@@ -45,9 +45,9 @@ class Existing(NamedTuple):
 
 
 def inspect(cfg: Config) -> Existing:
-  """Reads the run's directory and checks that this command may use it. Writes nothing. Raises ConfigError if the place
-  is not writable, holds something that is not a run, or a run whose config differs in keys that may not change (all are
-  named)."""
+  """Reads the run's directory and checks that this command may use it. Writes nothing. Raises ConfigError if the path
+  is not writable, or holds anything but a run whose config differs only in keys that may change (the others are named).
+  """
   folder = cfg.run.base_output_directory
   if "://" in folder:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
@@ -101,7 +101,7 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
   except OSError as error:  # some network file systems have no locks
     print(f"maxghost: {path} cannot be locked ({error.strerror}); do not start a second run in it", file=sys.stderr)
   try:
-    inspect(cfg)  # again: another process may have been here since
+    inspect(cfg)  # again: another process may have written since
   except ConfigError:
     lock.close()
     raise

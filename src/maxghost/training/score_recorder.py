@@ -98,13 +98,13 @@ def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence], domains: Sequence[str]) -> np.ndarray:
-  """int64[N]: the place in `domains` of the document of each scored slot. name: of a document, its domain first."""
+  """int64[N]: index in `domains` of each scored slot's document. name: maps a document's index to (domain, ...)."""
   return np.array([domains.index(name(index)[0]) for index in batch.document_BS[scored_BS].tolist()], np.int64)
 
 
 class DomainSums:
-  """The contributions of each step by domain, over the rows of all processes. document: (domain, ...) of a document by
-  its index. writes: whether this process adds these rows; another may have them too."""
+  """The contributions of each step by domain, over the rows of all processes. document: maps a document's index to
+  (domain, ...). writes: whether this process adds its rows; another process may have the same rows."""
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
     self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
@@ -112,8 +112,8 @@ class DomainSums:
     self._exchange = distributed.Exchange()
 
   def __call__(self, outputs: Mapping[str, np.ndarray], batch) -> Callable[[], dict[str, float]]:
-    """Starts to add up a step; what is returned waits for the other processes and gives {metric: nats}. Empty for a
-    step without scores. Every process must call it in every step that has scores."""
+    """Starts to sum a step. The returned function waits for the other processes and returns {metric: nats}, empty for a
+    step without scores. Every process must call this in every step that has scores."""
     if not outputs["scored_ok"]:
       return dict
     scored_BS = scored_units(outputs, batch)[0] & self._writes
@@ -126,10 +126,9 @@ class DomainSums:
 class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
-  document: (domain, path, offset, the writer's fields) of a document by its index; called once per document. domains:
+  document: maps a document's index to (domain, path, offset, the writer's fields); called once per document. domains:
   all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token. reach_S:
-  learning_rate_in_all of every step of the run, None where unknown. slice_B: the slice of each row, the writer's last
-  field.
+  learning_rate_in_all of every step of the run; None if unknown. slice_B: the slice of each row, the last field.
   """
 
   def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path,
@@ -142,7 +141,7 @@ class ScoreRecorder:
 
   def record(self, step: int, outputs: Mapping | None, closing: Mapping | None, batch) -> None:
     """Records one step. outputs: host copies; None: no scores. closing: prev_val_loss and, if known, prev_predicted,
-    f32[K], of the step before; None for the first step. batch: the one trained on."""
+    f32[K], of the step before; None for the first step. batch: the batch trained on."""
     self._raise_error()
     if len(self._waiting) == QUEUE_LENGTH:
       self._waiting[0].result()
@@ -186,9 +185,9 @@ class ScoreRecorder:
     columns, documents = scored_rows(outputs, batch, self._writer.parts)
     ids = [self._name(int(index)) for index in documents]
     scored_BS, first_U, _ = scored_units(outputs, batch)
+    row_U = scored_BS.nonzero()[0][first_U]
     if self._slice_B is not None:
-      slices = np.broadcast_to(self._slice_B[:, None], scored_BS.shape)[scored_BS][first_U]
-      ids = [(*name, str(number)) for name, number in zip(ids, slices, strict=True)]
+      ids = [(*name, str(number)) for name, number in zip(ids, self._slice_B[row_U], strict=True)]
     modules = None
     if "param_contribution" in outputs:
       domain_N = domain_numbers(batch, scored_BS, self._name, self._domains)
@@ -198,8 +197,7 @@ class ScoreRecorder:
       token_KBT = outputs["token_contribution_KBT"]
       record["tokens_crc"] = tokens.write(self._token_folder, step, token_KBT, batch, self._name)
     if "chosen_B" in outputs:
-      chosen_BS = np.broadcast_to(outputs["chosen_B"][:, None], scored_BS.shape)
-      chosen = np.flatnonzero(chosen_BS[scored_BS][first_U]).tolist()
+      chosen = np.flatnonzero(outputs["chosen_B"][row_U]).tolist()
       record["selection_crc"] = selection.append(self._token_folder.parent, step, len(ids), chosen)
     self._writer.append(record, columns, ids, modules=modules)
 

@@ -42,7 +42,7 @@ def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
 @dataclasses.dataclass(frozen=True)
 class Scorer:
   """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`. loss: the
-  objective of the units. train_graphdef: of the whole train state. num_slots: S."""
+  objective, which tells the units. train_graphdef: that of the whole train state. num_slots: S."""
 
   cfg: Config
   loss: Objective
@@ -52,7 +52,7 @@ class Scorer:
   num_slots: int
 
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
-    """This step. split: the model. step_loss: the training loss, with dropout."""
+    """The step as a `Problem`. split: the model. step_loss: the training loss, with dropout."""
     ghost, optimizer, model = self.cfg.ghost, self.cfg.optimizer, self.cfg.model
     state = rule_state(self.cfg, self.rule, train_state)
     stored, secant = self._earlier(train_state, optimizers.by_label(split.params))
@@ -68,7 +68,7 @@ class Scorer:
     )  # fmt: skip
 
   def _earlier(self, train_state: TrainStateNNX, params: dict) -> tuple[Stored | None, Secant | None]:
-    """The validation gradients of earlier steps: those to score against, and those that tell the curvature."""
+    """The validation gradients of earlier steps: those to score against, and those that measure the curvature."""
     ghost, stored, secant = self.cfg.ghost, None, None
     if not ghost.num_stored:
       return None, None
@@ -90,7 +90,7 @@ class Scorer:
     return run(self.problem(train_state, split, step_loss, batch, val_batches), train_state)
 
   def _update(self, train_state: TrainStateNNX, grads: nnx.State, state: optimizers.RuleState) -> tuple:
-    """`Problem.update` of this gradient. The train state does not change."""
+    """`Problem.update` for the gradient `grads`. The train state does not change."""
     _, factor, clipped = optimizers.clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
     delta = None
     if self.cfg.ghost.curvature == "hessian":
@@ -137,7 +137,7 @@ class Scorer:
     Also param_contribution {path: [L, B, S, K]} by ghost_detail, captured {path: [L, K]} with a rank, and scored_ok:
     whether all scores are finite (else they are 0). Contributions are in the objective's unit (nats); contributions
     and shares can be summed over the slots of a unit. norm: of the whole gradient, before clipping. of_clipping [K], if
-    credit counts clipping: by how much the contributions exceed learning rate times clipping factor times score in all.
+    credit counts clipping: total of the contributions minus that of learning rate times clipping factor times score.
     """
     ghost, passed = self.cfg.ghost, scored.passed
     used_BTS, target_BTS, per_share_BS, of_slots = self.slots(batch, passed.losses, passed.weights)
@@ -164,7 +164,7 @@ class Scorer:
            "contribution_BSK": credit(score_BSK, own_BS1), **of_slots,
            "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32), "scored_ok": ok}  # fmt: skip
     if clipping is not None:
-      changed_BSK = (clipping[0] != clip_factor) | (clipping[1] != 0)  # a difference of products may round otherwise
+      changed_BSK = (clipping[0] != clip_factor) | (clipping[1] != 0)  # elsewhere the difference is rounding
       out["of_clipping"] = jnp.where(changed_BSK, out["contribution_BSK"] - score_BSK * scale, 0).sum((0, 1))
     if ghost.ghost_detail == "token":
       out["token_contribution_KBT"] = credit(score_KBT, own_1BT, lambda x: jnp.einsum("bts,bsk->kbt", used_BTS, x))
@@ -190,9 +190,9 @@ class Scorer:
     return out
 
   def _clipping(self, scored: Scored, score_BSK, own_BS1, norm) -> tuple[jax.Array, jax.Array]:
-    """([B, S, K], [B, S, K]): what each slot's scores, and its scores along the batch gradient g, are multiplied with.
-    They give `factor_without` of the slot: c_i <u, g_i> + (c - c_i) <u, g>, where the second term is divided among the
-    parts of g_i by their part of <g, g_i>. norm: |g|."""
+    """([B, S, K], [B, S, K]): factors of each slot's scores, and of its scores along the batch gradient g. The
+    products add up to c_i <u, g_i> + (c - c_i) <u, g> (`factor_without`), whose second term is divided among the parts
+    of g_i in proportion to their part of <g, g_i>. norm: |g|."""
     inverse = jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1), 0)
     if self.cfg.optimizer.gradient_accumulation_steps > 1:
       # <g, g_i> of micro-batches is along their own gradients: its sum is not |g|², which is known.
@@ -222,7 +222,7 @@ class Scorer:
 
 
 def rule_state(cfg: Config, rule: optimizers.UpdateRule, train_state: TrainStateNNX) -> optimizers.RuleState:
-  """The optimizer's state with the previous step's clipping factor; this step's needs the whole gradient."""
+  """The optimizer's state with the previous step's clipping factor; this step's would need the whole gradient."""
   clips = cfg.optimizer.gradient_clipping_threshold
   factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
   state = rule.read(train_state.optimizer, clip_factor=factor)
@@ -239,17 +239,16 @@ def scoring_spec(cfg: Config) -> DirectionSpec:
 
 
 def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
-  """`Secant.weight`: ways are sums of learning rates. 0 where there is no earlier gradient, or one of other rows.
+  """`Secant.weight`, with distances as sums of learning rates; 0 without an earlier gradient of the same rows. With
+  ghost_every=1 and ghost_val_every=1, half of this step's learning rate over that of the step before.
 
-  carried: 1 where the earlier one is of the rows before, together with its change (`state.carry`).
-
-  With ghost_every=1 and ghost_val_every=1 it is half of this step's learning rate over that of the step before.
+  carried: 1 if the earlier gradient is of the rows before, together with its change (`state.carry`).
   """
   ghost, kind, step = cfg.ghost, step.dtype, step.astype(jnp.int32)
   every = max(ghost.ghost_every, ghost.ghost_val_every)
   latest = step - step % every
   rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-  steps = latest - every + jnp.arange(2 * every)  # from the earlier gradient to the latest, and on
+  steps = latest - every + jnp.arange(2 * every)  # from the earlier gradient to the latest and beyond
   rates = jnp.where(steps < 0, 0.0, jnp.asarray(rate(jnp.maximum(steps, 0).astype(kind)), float))
   ahead = jnp.where(steps < step, rates, jnp.where(steps == step, rates / 2, 0))[every:].sum()
   between = rates[:every].sum()
@@ -281,7 +280,7 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
     if isinstance(problem.validation, Stored) and problem.secant:
       leaves += [gradient for of_set in problem.secant.earlier for gradient in of_set.values()]
     for variable, leaf in zip(train_state.stored_gradients, leaves, strict=True):
-      # The stored ones are read before: otherwise XLA would copy them, because these take their place.
+      # Written after the old values are read: otherwise XLA would copy these, since they are replaced in place.
       variable[...] = leaf if streaming.on_host(leaf) else autodiff.after(leaf, scored.additive)
     if train_state.carried is not None:
       train_state.carried[...] = jnp.zeros_like(train_state.carried[...])
@@ -289,7 +288,7 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
 
 
 def placed(out: Mapping[str, Any]) -> dict[str, Any]:
-  """Shards the outputs of rows as the rows, inside a step; all others are whole on every device."""
+  """Inside a step, shards outputs with a row axis like the rows, and replicates all others."""
 
   def place(x, axis: int | None):
     names = [None] * x.ndim
@@ -301,7 +300,7 @@ def placed(out: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_host(out: Mapping[str, jax.Array]) -> dict[str, Any]:
-  """Waits for host copies. Outputs of rows contain only the rows of this process, in their order."""
+  """Waits for host copies. Outputs with a row axis have only the rows of this process, in their order."""
 
   def own_rows(x, axis: int | None):
     if axis is None or x.is_fully_addressable or x.is_fully_replicated:
@@ -313,5 +312,5 @@ def to_host(out: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 
 def _each(function: Callable, out: Mapping[str, Any]) -> dict[str, Any]:
-  """function(array, its row axis or None) of every output."""
+  """Applies function(array, its row axis or None) to every output."""
   return {name: jax.tree.map(functools.partial(function, axis=ROW_AXIS.get(name)), x) for name, x in out.items()}

@@ -6,7 +6,7 @@ rows are scored again with their own token weights and, under AdamW, the precond
 contributions still sum to the step (`ghost.ledger`). Other rows have contribution 0 and the dot product of the
 candidate pass.
 
-n candidate rows, k chosen, B rows, T positions, K validation sets, R sketch directions; row r holds S documents.
+n candidate rows, k chosen, B rows, S documents in a row, T positions, K validation sets, R sketch directions.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from maxghost.training.scoring import Scorer
 from maxghost.training.state import TrainStateNNX
 
 NUM_SKETCHES = 32
-SEED = 20_240  # of the sketch directions and of `random`
+SEED = 20_240  # of ghost_select=random and, plus 1, of the sketch directions
 
 
 def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float = 0.0, pair_BB=None):
@@ -68,9 +68,9 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selected(Scored):
-  """The scored pass of the chosen rows, after that of all candidates. index_k: indices of the chosen rows among the
-  candidates, ascending; None if all rows are kept and the targets of others are masked. chosen_B: bool. candidates: the
-  candidate pass. batch: the chosen rows."""
+  """The scored pass of the chosen rows, after that of all candidates. batch: the chosen rows. index_k: their indices
+  among the candidates, ascending; None if all rows are kept and the targets of those not chosen are masked. chosen_B:
+  bool. candidates: the candidate pass."""
 
   batch: dict
   index_k: jax.Array | None
@@ -89,7 +89,7 @@ class Selector(Scorer):
   num_chosen: int
 
   def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Selected:
-    """As `Scorer.score`; the pass is that of the chosen rows."""
+    """As `Scorer.score`, for the chosen rows."""
     ghost = self.cfg.ghost
     problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
@@ -101,7 +101,7 @@ class Selector(Scorer):
                       jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
                       pair_BB=pair_BB)  # fmt: skip
     picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
-    # The validation gradient is made once for both passes.
+    # The validation gradient is computed once for both passes.
     second = dataclasses.replace(problem, twin=self.twin, batch=picked, validation=first.validation)
     return Selected(**vars(schedules.score(second)), batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
 
@@ -127,7 +127,7 @@ class Selector(Scorer):
     return out | {"chosen_B": scored.chosen_B}
 
   def _interactions(self, problem: Problem, twin: Twin, grads: nnx.State, step):
-    """pair_BB: how much less both rows of a pair gain together than separately, in the units of the values.
+    """pair_BB: how much less the rows of a pair gain together than separately, in the units of `choose`'s values.
 
     It is lr (n / k) c <P g_i, P g_j>. One Hessian-vector product measures the curvature of the validation loss along
     the candidates' step P g (c = <Pg, H Pg> / |Pg|^2, at least 0), which is used for all directions. The inner products

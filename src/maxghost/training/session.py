@@ -35,10 +35,10 @@ class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
-  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`.
-  open_parameters: maps the tree of the state's abstract arrays to a function that reads those of a given model, all or
-  part of them; None: from init_weights_seed. force: compiles a step even if it is estimated to need far too much
-  memory. With several processes, the first one prints and writes common results.
+  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`. open_parameters: maps the tree of the state's
+  abstract arrays to a function that reads all or some of them from a given model; None: from init_weights_seed.
+  open_teacher: the same for the teacher. force: compiles a step even if it is estimated to need far too much memory.
+  With several processes, process 0 prints and writes what is common.
   """
 
   def __init__(self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *,
@@ -91,7 +91,7 @@ class Session:
     return f"the last good checkpoint is {newest}" if newest else "no checkpoint has been saved yet"
 
   def _first_collective(self, program: str) -> str:
-    """Where processes wait for others in a program, for a message."""
+    """The first place where processes wait for each other in a program, for a message."""
     try:
       text = self._program.executable(program).call.as_text() or ""
     except jax.errors.JaxRuntimeError as error:  # some compilers cannot show their programs
@@ -100,7 +100,7 @@ class Session:
     return f"whose first collective between processes is the {first}" if first else "which has no collectives"
 
   def _claim(self) -> contextlib.AbstractContextManager:
-    """The first process locks the run directory; the others wait for it. All compare their data."""
+    """Process 0 locks the run directory, and the others wait for it. All compare their data."""
     lock, problems = contextlib.nullcontext(), ()
     if distributed.is_first():
       try:
@@ -197,7 +197,7 @@ class Session:
     return train_state, Position(completed_steps=first, rows=plan.rows)
 
   def _begun(self) -> Any:
-    """The state that the run begins with; a reference is a copy of its parameters, or the teacher."""
+    """The initial state of the run. A reference model is a copy of its parameters, or the teacher."""
     tree = state.to_tree(state.create_split(self._cfg, self._plan.layout, self._plan.teacher)[1])
     if self._read_parameters:
       tree = state.merged(tree, self._read_parameters())

@@ -5,7 +5,7 @@ import signal
 import stat
 import threading
 
-# A fulfilled SIGTERM is a success; the others give the shell's conventional code, 128 + their number.
+# A handled SIGTERM is a success; other signals give the shell's conventional code, 128 + their number.
 EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 

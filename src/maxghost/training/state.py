@@ -31,7 +31,7 @@ class TrainCounter(nnx.Variable):
 
 
 class StoredGradient(nnx.Variable):
-  """A leaf of a validation gradient that later steps need: to score against it (ghost_val_every > 1), or to tell the
+  """A leaf of a validation gradient that later steps need: to score against it (ghost_val_every > 1), or to measure the
   curvature (ghost_curvature=secant)."""
 
 
@@ -41,9 +41,9 @@ class TrainStateNNX(nnx.Module):
   def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *,
                trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
                reference_model: nnx.Module | None = None):  # fmt: skip
-    """trainable: the Params that the optimizer changes. num_stored: validation gradients to keep between steps.
-    carries: see `carry`. reference_model: another model, which no step changes; it may share Variables of `model` that
-    are not trained."""
+    """trainable: the Params that the optimizer changes. num_stored: number of validation gradients to keep between
+    steps. carries: see `carry`. reference_model: a model that no step changes; it may share untrained Variables of
+    `model`."""
     self.model, self.reference_model = model, reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
@@ -67,7 +67,7 @@ class TrainStateNNX(nnx.Module):
 
 
 def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
-  """A fresh state: weights from init_weights_seed, zero moments, step 0. teacher: of a reference of another model."""
+  """A fresh state: weights from init_weights_seed, zero moments, step 0. teacher: the reference, if another model."""
   model, num_stored = adapters.create(cfg), len(cfg.val_sets) * cfg.ghost.num_stored
   trained = trainable(cfg, model)
   tx = make_optimizer(cfg.optimizer, cfg.run.steps, nnx.state(model, trained))
@@ -78,16 +78,16 @@ def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
 
 
 def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, *batches) -> tuple:
-  """The batches with what each objective reads of `reference_model`, else of the model without its adapters."""
+  """The batches with what each objective reads from `reference_model`, else from the model without its adapters."""
   reference = train_state.reference_model or adapters.disabled(train_state.model)
   pairs = zip(of_each_set(objective, batches), batches, strict=True)
   return tuple(one.from_reference(reference, batch) for one, batch in pairs)
 
 
 def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
-  """The state before a step that draws new validation rows, with what the old rows tell of the curvature. turned: by
-  how much their gradients were other before the last step (`step.make_closing`); in place of them, these are stored,
-  and `carried` is 1 until the step is done."""
+  """The state before a step that draws new validation rows, with the curvature measured on the old rows. turned: the
+  gradients of the old rows before the last step minus those after it (`step.make_closing`), which replace the stored
+  gradients; `carried` is 1 until the step is done."""
   new, flat = dict(enumerate(turned)), []
   for path, v in nnx.to_flat_state(state):
     if path[0] == "stored_gradients":
@@ -100,7 +100,7 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
-  """The filter of what is trained: adapters, else `trainable_parameters_mask`. Raises ValueError without a match."""
+  """The filter of trained Params: adapters, else `trainable_parameters_mask`. Raises ValueError without a match."""
   if cfg.adapter.lora_rank:
     return nnx.LoRAParam
   if not cfg.optimizer.trainable_parameters_mask:
@@ -114,7 +114,7 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
 
 
 def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None) -> Split:
-  """(graphdef, state) of a fresh train state, made in its layout by one compiled call; the layout changes no value."""
+  """(graphdef, state) of a fresh train state, created in `layout` by one compiled call. The layout changes no value."""
   graphdef, abstract = abstract_split(cfg, teacher)
 
   def init():
@@ -141,7 +141,7 @@ class Position:
   scores: position of the score log, or a list with one for each of several processes; None without a log.
   reweighting: state of the domains' shares, None if they are constant. rollouts: `Rollouts.position`, if any.
   rows: of each step over all devices, 0: unknown.
-  closing: what closes the account of the last step, if an outer step (DiLoCo) came after it.
+  closing: outputs of `step.make_closing` for the last step, if an outer step (DiLoCo) came after it.
   """
 
   completed_steps: int = 0
@@ -157,7 +157,7 @@ class Position:
   closing: dict[str, list] | None = None
 
   def scores_of(self, process: int) -> dict | None:
-    """The position of one process's score log; only its step, if other processes wrote it before."""
+    """The position of a process's score log; only the step, if the checkpoint has none of this process."""
     known = self.scores if isinstance(self.scores, list) else [self.scores]
     if process < len(known) and known[process] is not None:
       return known[process]
@@ -165,7 +165,7 @@ class Position:
     return {"step": max(steps)} if steps else None
 
   def of_all_processes(self) -> "Position":
-    """The position for a checkpoint, with those of every process's data and score log."""
+    """The position for a checkpoint, with the data and score-log positions of all processes."""
     if distributed.count() == 1:
       return self
     said = distributed.gather({"data": self.data, "scores": self.scores})
@@ -178,7 +178,7 @@ class Position:
 
 
 def saved_parts(state: nnx.State) -> tuple[dict, dict]:
-  """(arrays of `to_tree` in a checkpoint, frozen ones: a reference, weights below adapters, read from their origin)."""
+  """`to_tree` in two parts: (saved in checkpoints; frozen: a reference model and weights below adapters, not saved)."""
   flat = {tuple(map(str, path)): v for path, v in nnx.to_flat_state(state)}
   adapted, saved, frozen = any(isinstance(v, nnx.LoRAParam) for v in flat.values()), {}, {}
   for path, v in flat.items():
@@ -188,13 +188,13 @@ def saved_parts(state: nnx.State) -> tuple[dict, dict]:
 
 
 def to_save(state: nnx.State, position: Position, cfg: Config) -> tuple[dict, dict, dict]:
-  """What `CheckpointManager.save` takes besides the step."""
+  """(tree, positions, frozen) for `CheckpointManager.save`."""
   own, frozen = saved_parts(state)
   return own, dataclasses.asdict(position) | {"config": cfg.flat()}, frozen
 
 
 def merged(tree: Mapping, other: Mapping) -> dict:
-  """A tree with all arrays of both, those of the second where both have one."""
+  """A tree with all arrays of both; at paths that both have, those of the second."""
   return unflatten_dict(flatten_dict(tree) | flatten_dict(other))
 
 

@@ -72,7 +72,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       out |= scorer.outputs(scored, batch, learning_rate, norm, clip_factor)
       columns = ledger.with_examples(columns, out.pop("of_clipping", None))
       out |= columns
-    # Without clipping there is no factor that could wait, and a factor of 1 would change how the update rounds.
+    # Without clipping no factor can carry the dependency, and a factor of 1 would change how the update rounds.
     waits = cfg.optimizer.gradient_clipping_threshold or (columns and cfg.ghost.ghost_schedule == "reverse_scan")
     apply(train_state, [out["param_norm"], *columns.values()] if waits else [])
     if cfg.model.use_qk_clip:
@@ -92,9 +92,9 @@ def _norm(cfg: Config, state: nnx.State):
 
 
 def _clipped_update(cfg: Config, grads):
-  """(global norm, clipping factor, update(train state, read)), which updates the state by the clipped gradient. read:
-  sums over the old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy arrays
-  that are read elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step."""
+  """(global norm, clipping factor, update(train state, read), which applies the clipped gradient). read: sums over the
+  old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy arrays that are read
+  elsewhere before it updates them in place: on CPU, all parameters and moments in a scored step."""
   threshold, segments = cfg.optimizer.gradient_clipping_threshold, cfg.model.stacked_segments
   if not segments:
     grads = jax.lax.optimization_barrier(grads)  # for the bits, as in `clip`; sums by segments have their own
@@ -129,9 +129,9 @@ def make_eval_step(cfg: Config, graphdef):
 
 
 def make_closing(cfg: Config, graphdef):
-  """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before. For validation rows
-  that the train step no longer has. prev_predicted is left out where the train step has none, and for schedules that
-  never hold a whole gradient. turned, if `carries_curvature`: for `state.carry`."""
+  """`close(state, val_batches) -> {prev_val_loss, prev_predicted}`, [K] each, of the step before, for validation rows
+  that the next train step does not have. There is no prev_predicted where the train step has none, or the schedule
+  never holds a whole gradient. With `carries_curvature` also turned, for `state.carry`."""
   loss_fn, rule = of_validation(cfg), optimizers.create(cfg.optimizer)
   whole = cfg.ghost.ghost_schedule in ("two_pass", "forward_mode")
 
