@@ -8,7 +8,7 @@ from typing import Any
 from maxghost import config
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
-from maxghost.config import Config, ConfigError, ModelConfig
+from maxghost.config import Config, ConfigError, ModelConfig, pipeline
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import naming, shown
@@ -82,17 +82,18 @@ def check_config(cfg: Config) -> ModelPlace:
 
 
 def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
-  """(the model of `distill_teacher`, what opens its parameters), or None. Raises ConfigError for another vocabulary."""
+  """(the model of `distill_teacher`, what opens its parameters), or None. Raises ConfigError if it does not fit."""
   if cfg.reference != "teacher":
     return None
-  path = cfg.optimizer.distill_teacher
+  path, said = cfg.optimizer.distill_teacher, f"distill_teacher={cfg.optimizer.distill_teacher}"
   place, found = find(path, key="distill_teacher")
   model_path.check_whole(place, "a teacher")
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
     what = f"({found.model.vocab_size} entries, tokenizer {its.name}) than the run ({cfg.model.vocab_size}, {own.name})"
-    said = f"distill_teacher={path} has another vocabulary {what}"
-    raise ConfigError(f"{said}; use a teacher with the same tokenizer and vocab_size")
+    raise ConfigError(f"{said} has another vocabulary {what}; use a teacher with the same tokenizer and vocab_size")
+  if problem := pipeline.layers_problem(found.model, cfg.parallel):
+    raise ConfigError(f"{said} passes the stages of the run: {problem}, or offline_data_dir, written without stages")
   return found.model, lambda wanted: open_given(place, found, {"model": wanted}, ("distill_teacher", path))
 
 

@@ -130,9 +130,11 @@ def labelled(train_state, part: str) -> dict:
 
 
 def relative_error(actual, expected) -> float:
-  """Largest difference by the largest size."""
+  """Largest difference by the largest size. NaN, a validation loss that a step does not know, is only equal to NaN."""
   actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
   assert actual.shape == expected.shape
+  unknown = np.isnan(actual) & np.isnan(expected)
+  actual, expected = (np.where(unknown, 0, x) for x in (actual, expected))
   return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30))
 
 

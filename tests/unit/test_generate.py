@@ -60,21 +60,22 @@ def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
 
 @pytest.mark.parametrize("name", ["tensor 4 x data 2", "fsdp 4 x tensor 2"])
 def test_a_mesh_of_the_configuration_has_the_text_of_one_device(name, tmp_path, capsysbinary):
-  """`generate` and `serve`: weights are split as they are read, and on one device both have the same text."""
+  """`generate` and `serve`: weights are split as they are read, and on one device both have the same text, which
+  `generate` adds in two pieces."""
   plain, cfg = meshes.make_config({}), meshes.make_config(meshes.MESHES[name])
   folder = saved(cfg, tmp_path / "run")
   assert load_model.layout_of(plain) is None
-  assert generate.main([str(folder), "--prompt", "ab", "xyz", "--max_new_tokens", "6"]) == 0
+  assert generate.main([str(folder), "--prompt", "ab", "xyz", "--max_new_tokens", "12"]) == 0
   out = capsysbinary.readouterr().out
   graphdef, state = load_model.load(*load_model.find(folder))
   prompts = [[256, *b"ab"], [256, *b"xyz"]]
-  progress = Generator(graphdef, 40, stop_ids=[257]).generate(state, prompts, 6)
+  progress = Generator(graphdef, 40, stop_ids=[257]).generate(state, prompts, 12)
   texts = [ByteTokenizer().decode(progress.row(i)).decode("utf-8", "replace") for i in range(2)]
   assert out.decode() == f"ab{texts[0]}\n\nxyz{texts[1]}\n\n"
   split = load_model.load(*load_model.find(folder), layout=load_model.layout_of(cfg))[1]
   assert any(x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(split))
   with contextlib.closing(serve._open(serve.parse([str(folder), "--slots", "8", "--cache", "24"])).batcher) as batcher:
-    jobs = [batcher.submit(Request(tuple(prompt), 6)) for prompt in prompts]
+    jobs = [batcher.submit(Request(tuple(prompt), 12)) for prompt in prompts]
     found = [[token for piece in job for token in piece.ids] for job in jobs]
   assert found == [progress.row(i).tolist() for i in range(2)]
   assert any(x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(batcher._params))

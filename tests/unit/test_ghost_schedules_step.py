@@ -5,6 +5,7 @@ All in float64, so that a difference is a fault and not rounding. B rows, S docu
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import oracles
 import pytest
@@ -281,3 +282,8 @@ def test_a_direction_that_is_not_finite_costs_the_scores_and_nothing_else(name, 
   for label, value in theirs.params.items():
     np.testing.assert_allclose(ours.params[label], value, rtol=1e-9, atol=1e-12, err_msg=label)
     assert np.isfinite(value).all() == (label != "token_embedder/embedding")
+
+
+def test_a_walk_over_layers_of_which_nothing_is_trained():
+  changes = {"trainable_parameters_mask": ("*token_embedder*", "*logits_dense*")}
+  meshes.assert_same(meshes.run({}, **changes, ghost_schedule="reverse_scan"), meshes.run({}, **changes))

@@ -45,6 +45,7 @@ def test_one_open_size_takes_what_is_left():
      r"ici_fsdp_parallelism=2 x ici_tensor_parallelism=2 = 4 is not the 8 devices; use ici_fsdp_parallelism=4"),
     (["ici_fsdp_parallelism=1"], r"all ici_\*_parallelism are 1.*ici_data_parallelism=-1"),
     (["dcn_data_parallelism=2"], r"dcn_data_parallelism=2 = 2 is not the 1 slice"),
+    (["ici_stage_parallelism=4", "ici_fsdp_parallelism=1"], r"use ici_stage_parallelism=8, or ici_data_parallelism=-1"),
   ],
 )  # fmt: skip
 def test_products_that_do_not_fit_name_settings_that_do(keys, message):

@@ -11,11 +11,12 @@ import meshes
 import numpy as np
 import pytest
 
-from maxghost import config
+from maxghost import config, load_model
 from maxghost.config import ConfigError
+from maxghost.interop import model_path
 from maxghost.models import pipeline, segments
 from maxghost.parallel import collectives, stages
-from maxghost.parallel.shardings import Layout, use
+from maxghost.parallel.shardings import Layout, setting, use
 from maxghost.training.plan import Plan
 
 LAYERS: dict[str, Any] = {"base_num_decoder_layers": 8, "ghost_val_batch_size": 4}
@@ -117,6 +118,10 @@ def test_the_way_through_the_stages_is_told():
     {"ghost_schedule": "concat", "ghost_direction": "path"},
     {"mtp_num_layers": 1},
     {"inhomogeneous_layer_cycle_interval": 2, "attention_type": ("local_sliding", "global"), "sliding_window_size": 5},
+    {"ghost_schedule": "reverse_scan", "mtp_num_layers": 2},
+    {"ghost_schedule": "reverse_scan", "trainable_parameters_mask": ("*token_embedder*",)},
+    {"ghost_val_every": 2, "ghost_curvature": "secant"},
+    {"ghost_select": "topk", "ghost_select_fraction": 0.5},
   ],
   ids=str,
 )
@@ -126,11 +131,31 @@ def test_what_goes_with_a_pipeline_gives_the_numbers_of_one_device(changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan"])
-def test_experts_balance_each_micro_batch_as_accumulation_does(schedule):
-  """The load of the experts counts one micro-batch, in one step of a pipeline as in two of accumulated gradients."""
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"quantization": "int8_stochastic", "ghost_schedule": "reverse_scan"},
+    {"quantization": "fp8"},
+    {"lora_rank": 3, "adam_weight_decay": 0.0, "ghost_schedule": "reverse_scan"},
+  ],
+  ids=str,
+)
+def test_what_float32_rounds_is_that_of_one_device_in_float64(changes):
+  """In float32, the order of a sum decides now and then how an operand of a product is rounded."""
+  with jax.enable_x64(True):
+    changes = LAYERS | {"base_num_decoder_layers": 4, "dtype": "float64", "weight_dtype": "float64"} | changes
+    found, one = (meshes.run(mesh, **changes) for mesh in (PIPES["2 x 2 repeats"], {}))
+  meshes.assert_same(found, one, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "further_tokens"), [("two_pass", 0), ("reverse_scan", 0), ("reverse_scan", 1)])
+def test_experts_balance_each_micro_batch_as_accumulation_does(schedule, further_tokens):
+  """The load of the experts counts one micro-batch, in one step of a pipeline as in two of accumulated gradients, also
+  that of the experts behind the pipeline, in a module that predicts a further token."""
   sizes = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16}
   sizes |= LAYERS | SGD | {"base_num_decoder_layers": 4, "load_balance_loss_weight": 0.1}
+  sizes |= {"mtp_num_layers": further_tokens}
   mesh = {"ici_stage_parallelism": 2, "ici_expert_parallelism": 4, "num_pipeline_microbatches": 2}
   found = meshes.run(mesh, **sizes, ghost_schedule=schedule)
   one = meshes.run({}, **sizes, gradient_accumulation_steps=2)
@@ -161,7 +186,7 @@ def body(x, layer, rows):
 
 
 def loss(x, layers, inputs, layout: Layout | None, whole: bool):
-  with use(layout), pipeline.setting(pipeline._whole_rows, whole):
+  with use(layout), setting(pipeline._whole_rows, whole):
     if layout is None:
       x, _ = segments.scan(lambda x, layer: (body(x, layer, inputs), None), x, layers)
     else:
@@ -257,3 +282,26 @@ def test_what_a_pipeline_cannot_do_is_refused_before_jax(changes, message):
     config.replace(config.load(), **(keys | changes))
   if "offload_to_host" in changes:  # stages refuse it as a whole: no advice on what it needs without them
     assert "ghost_schedule" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+  ("its", "message"),
+  [
+    ({"base_num_decoder_layers": 3}, "3 stacked layers do not divide over 2 stages; use 3 stages, or offline_data_dir"),
+    ({"base_num_decoder_layers": 2}, "2 stacked layers are not 2 stages x num_pipeline_repeats=2; .*, or offline_data"),
+    ({"base_num_decoder_layers": 8}, ""),
+    ({"base_num_decoder_layers": 3, "scan_layers": False, "ghost_schedule": "two_pass"}, ""),
+  ],
+  ids=str,
+)
+def test_a_teacher_whose_layers_the_stages_cannot_share_is_refused_before_jax(its, message, monkeypatch):
+  """It passes the stages of the student, which may have another number of layers."""
+  keys: dict[str, Any] = {"ici_stage_parallelism": 2, "num_pipeline_repeats": 2, "base_num_decoder_layers": 4}
+  cfg = config.replace(config.load(), objective="distill", distill_teacher="there", **keys)
+  monkeypatch.setattr(load_model, "find", lambda path, key: (None, config.replace(config.load(), **its)))
+  monkeypatch.setattr(model_path, "check_whole", lambda place, what: None)
+  if not message:
+    assert load_model.teacher(cfg)
+    return
+  with pytest.raises(ConfigError, match=f"distill_teacher=there passes the stages of the run: {message}"):
+    load_model.teacher(cfg)

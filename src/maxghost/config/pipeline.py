@@ -1,5 +1,6 @@
 """The keys of a pipeline over mesh axis stage, checked together."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,14 @@ def split(num_layers: int, stages: int, per_stage: int, repeats: int) -> tuple[i
   return 0, f"{said}; use {KEYS[0]} with {KEYS[1]}: {', or '.join(ways[:4])}"
 
 
+def layers_problem(model: Any, keys: Any) -> str:
+  """What is wrong, or '', with the layers of a model on the stages that `keys` name. Both: values of keys."""
+  units = model.base_num_decoder_layers // model.inhomogeneous_layer_cycle_interval
+  stages = keys.ici_stage_parallelism * keys.dcn_stage_parallelism
+  given = keys.num_layers_per_pipeline_stage, keys.num_pipeline_repeats
+  return "" if stages == 1 or not model.scan_layers else split(units, stages, *given)[1]
+
+
 def check(v: Any) -> Iterator[str]:
   """Problems of a pipeline with the layers, the rows and what else a run asks for."""
   ici, dcn = v.ici_stage_parallelism, v.dcn_stage_parallelism
@@ -48,9 +57,7 @@ def check(v: Any) -> Iterator[str]:
       if getattr(v, key) not in (-1, 1):
         yield f"{v[key]} is for a pipeline; set ici_stage_parallelism to its stages, such as 2, or leave {key} out"
     return
-  units = v.base_num_decoder_layers // v.inhomogeneous_layer_cycle_interval
-  _, problem = split(units, stages, v.num_layers_per_pipeline_stage, v.num_pipeline_repeats)
-  if problem:
+  if problem := layers_problem(v, v):
     yield problem
   yield from _rows(v, stages)
   yield from _refused(v, stages)
@@ -63,13 +70,9 @@ def _rows(v: Any, stages: int) -> Iterator[str]:
     least = f"{v[KEYS[2]]} is less than the {stages} stages, of which some would always wait"
     yield f"{least}; use {stages} or more, such as {2 * stages}"
     return
-  together = stages
-  for axis in ("tensor", "context"):
-    for group in ("ici", "dcn"):
-      together *= getattr(v, f"{group}_{axis}_parallelism")
-  if together < 1:
-    return  # `check_layout` knows the sizes
-  if problem := rows_problem(v.per_device_batch_size, together, stages, micro):
+  others = (f"{group}_{axis}_parallelism" for axis in ("tensor", "context") for group in ("ici", "dcn"))
+  together = stages * math.prod(getattr(v, name) for name in others)  # below 1: `check_layout` knows the sizes
+  if together > 0 and (problem := rows_problem(v.per_device_batch_size, together, stages, micro)):
     yield problem
 
 

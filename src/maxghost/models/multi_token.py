@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost.config.schema import ModelConfig
-from maxghost.models import stack
+from maxghost.models import moe, pipeline, stack
 from maxghost.models.decoder_layer import DecoderLayer
 from maxghost.models.layers import HIDDEN, Hidden, linear, norm
 from maxghost.parallel.shardings import constrain
@@ -53,8 +53,9 @@ class MultiTokenBlock(nnx.Module):
     Where the further token lies in another segment the output means nothing, and no meaningful output depends on it.
     """
     outputs, embedded_BTD = [], hidden.embedded_BTD
-    for depth, key in enumerate(dropout_keys, 1):
-      module, ahead_BTD = getattr(self, f"mtp_layer_{depth}"), jnp.roll(embedded_BTD, -depth, axis=1)
-      hidden = stack.run_once(module, self.remat_policy, hidden, ahead_BTD, positions_BT, segment_ids_BT, key)
-      outputs.append(hidden)
+    with moe.counted_by(pipeline.micro_batches(segment_ids_BT.shape[0])):  # as the layers before them on stages
+      for depth, key in enumerate(dropout_keys, 1):
+        module, ahead_BTD = getattr(self, f"mtp_layer_{depth}"), jnp.roll(embedded_BTD, -depth, axis=1)
+        hidden = stack.run_once(module, self.remat_policy, hidden, ahead_BTD, positions_BT, segment_ids_BT, key)
+        outputs.append(hidden)
     return outputs

@@ -26,7 +26,6 @@ from maxghost.models import autodiff, moe
 from maxghost.models.streaming import fetch, join_floats, separate_floats
 from maxghost.parallel import shardings
 from maxghost.parallel.axis_rules import BATCH
-from maxghost.parallel.shardings import setting
 from maxghost.parallel.stages import AXIS, Stages, ring, to_run, to_store
 
 _whole_rows = contextvars.ContextVar("maxghost_whole_rows", default=False)
@@ -39,13 +38,22 @@ class RowVariable(nnx.Variable):
 
 def whole_rows(whole: bool = True) -> contextlib.AbstractContextManager[None]:
   """Takes the gradients of a layer from all rows of the batch at once, or not."""
-  return setting(_whole_rows, whole)
+  return shardings.setting(_whole_rows, whole)
 
 
 def current() -> Stages | None:
   """The stages that stacked layers are to run on."""
   layout = shardings.current()
   return None if layout is None else layout.stages
+
+
+def micro_batches(num_rows: int) -> int:
+  """Number of micro-batches of so many rows; 1 without stages."""
+  layout: Any = shardings.current()
+  if current() is None:
+    return 1
+  parts = layout.rules.parts([axis for axis in layout.rules.batch_axes if axis != AXIS])
+  return layout.stages.micro_batches(num_rows, parts)
 
 
 def run(body: Callable, x, scanned, inputs):
@@ -55,14 +63,13 @@ def run(body: Callable, x, scanned, inputs):
   """
   pipe = Pipe.of(jax.tree.leaves(scanned)[0].shape[0], jax.tree.leaves(x)[0].shape[0])
   if not _whole_rows.get():
-    specs = SHARED, STACKED, SHARED
     like = jax.tree.map(lambda x: x.dtype, x)
 
     def local(x, scanned, inputs):
       x = jax.tree.map(lambda x, dtype: x.astype(dtype), x, like)
       return pipe.forward(body, x, pipe.chunks(scanned), inputs)[0]
 
-    return pipe.map(local, specs, SHARED)(jax.tree.map(_summable, x), scanned, inputs)
+    return pipe.map(local, (SHARED, STACKED, SHARED), SHARED)(jax.tree.map(_summable, x), scanned, inputs)
   floats, others = separate_floats(scanned)
   layered = lambda floats, others: pipe.chunks(join_floats(floats, others))  # noqa: E731
 
@@ -112,9 +119,7 @@ class Pipe(NamedTuple):
   @classmethod
   def of(cls, num_layers: int, num_rows: int) -> "Pipe":
     layout: Any = shardings.current()
-    stages = layout.stages
-    parts = layout.rules.parts([axis for axis in layout.rules.batch_axes if axis != AXIS])
-    return cls(layout, stages.num, stages.rounds(num_layers), stages.micro_batches(num_rows, parts))
+    return cls(layout, layout.stages.num, layout.stages.rounds(num_layers), micro_batches(num_rows))
 
   def map(self, function: Callable, in_specs, out_specs) -> Callable:
     """`function` on every stage; the other mesh axes stay automatic."""
@@ -250,8 +255,7 @@ class Pipe(NamedTuple):
     def cut(v):
       if not isinstance(v, RowVariable):
         return v
-      x = v[...]
-      x = x.reshape(*x.shape[:2], -1, self.num_micro, *x.shape[3:])
+      x = v[...].reshape(*v.shape[:2], -1, self.num_micro, *v.shape[3:])
       return v.replace(jax.lax.dynamic_index_in_dim(x, micro, 3, keepdims=False))
 
     return jax.tree.map(cut, layers, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -277,8 +281,7 @@ class Pipe(NamedTuple):
 
   def _kept(self, tree):
     """[R, k, b, slots, ...] -> [R k, B, ...]"""
-    cut = lambda x: x[:, :, :, : self.num_micro]  # noqa: E731
-    return jax.tree.map(lambda x: cut(x).reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), tree)
+    return jax.tree.map(lambda x: x[:, :, :, : self.num_micro].reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), tree)
 
   def _micro_kept(self, tree):
     """The inverse of `_kept`."""
@@ -311,12 +314,8 @@ def _starts(x, visit, micro) -> Sequence[Any]:
 
 def _take_chunk(tree, visit, micro):
   """[R, k, b, slots, ...] -> [k, b, ...]"""
-
-  def take(x):
-    sizes = (1, *x.shape[1:3], 1, *x.shape[4:])
-    return jax.lax.dynamic_slice(x, _starts(x, visit, micro), sizes).squeeze((0, 3))
-
-  return jax.tree.map(take, tree)
+  cut = lambda x: jax.lax.dynamic_slice(x, _starts(x, visit, micro), (1, *x.shape[1:3], 1, *x.shape[4:]))  # noqa: E731
+  return jax.tree.map(lambda x: cut(x).squeeze((0, 3)), tree)
 
 
 def _put_chunk(tree, new, visit, micro):

@@ -47,7 +47,7 @@ def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bo
     if size > 1 and not left and fits:
       near = min(fits, key=lambda n: (abs(n - size), n))
       ways.append(f"{group}_{axis}_parallelism={near}")
-  largest = max(given, key=lambda axis: given[axis])
+  largest = max((axis for axis in given if axis != "stage"), key=lambda axis: given[axis])  # stages need a number
   if not filled and not (apart and largest == "data") and total % (product // given[largest]) == 0:
     ways.append(f"{group}_{largest}_parallelism=-1, which takes what is left")
   ways += ["enable_diloco=false"] if apart else []

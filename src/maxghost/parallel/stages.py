@@ -54,8 +54,7 @@ class Stages:
     """
     repeats, waits = self.rounds(num_layers), self.num - 1
     iterations, passed = self.num_micro * repeats + waits, row_bytes * num_rows // self.num_micro
-    cut = f"{self.num} stages x {num_layers // self.num // repeats} layers"
-    cut += f" x {repeats} repeats" if repeats > 1 else ""
+    cut = f"{self.num} stages x {num_layers // self.num // repeats} layers" + f" x {repeats} repeats" * (repeats > 1)
     sent = f"each passes on {passed / 1e6:.1f} MB, {passed * iterations / 1e9:.3g} GB forward and as much back"
     bubble = f"bubble {waits / iterations:.1%} ({waits} of {iterations})"
     return f"pipeline: {cut}, {self.num_micro} micro-batches in {iterations} iterations; {sent}; {bubble}"
@@ -116,9 +115,8 @@ def _moved(tree: Any, num_stages: int, repeats: int, back: bool) -> Any:
       slots = [k for k, _, _ in one], [arrives[s] for s in range(num_stages)]
       pairs = [(s, to) for s, (_, to, _) in enumerate(one)]
       sends, takes = (jnp.asarray(table)[own] for table in (reversed(slots) if back else slots))
-      moved = jax.lax.ppermute(
-        jax.lax.dynamic_index_in_dim(x, sends, keepdims=False), AXIS, [p[::-1] for p in pairs] if back else pairs
-      )
+      held = jax.lax.dynamic_index_in_dim(x, sends, keepdims=False)
+      moved = jax.lax.ppermute(held, AXIS, [p[::-1] for p in pairs] if back else pairs)
       out = jax.lax.dynamic_update_index_in_dim(out, moved, takes, 0)
     return out
 

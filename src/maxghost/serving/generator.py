@@ -60,7 +60,6 @@ class Generator:
     self._graphdef, self._cache_size, self._sharding = graphdef, cache_size, sharding
     self._sampling, self._stop_ids = sampling or Sampling(), np.unique(np.array(stop_ids, np.int32))
     self._start = jax.jit(self._read_prompts, static_argnums=4)
-    self._advance = jax.jit(self._add_tokens, donate_argnums=1)
     self._compiled: dict[tuple, Callable] = {}
     self.seconds = Seconds()
 
@@ -87,10 +86,12 @@ class Generator:
     progress = _progress(loop := start(*arguments))
     self.seconds.prompt = time.perf_counter() - begin
     yield progress
+    again = jax.tree.map(lambda x: x.sharding, loop)  # on a mesh XLA would choose others, which a next call has not
+    function = jax.jit(self._add_tokens, donate_argnums=1, out_shardings=again)
     count = 1
     while count < num_new and not progress.done_B.all():
       until = jnp.int32(min(count + every, num_new))
-      advance = self._compile(("advance", *key), self._advance, state, loop, until)
+      advance = self._compile(("advance", *key), function, state, loop, until)
       begin = time.perf_counter()
       progress = _progress(loop := advance(state, loop, until))
       self.seconds.loop += time.perf_counter() - begin

@@ -73,7 +73,7 @@ class Layers:
 
   def stacked(self):
     """Arguments of a layer, with a leading layer axis: parameters, rest, index."""
-    return self.params, self.rest, jnp.arange(jax.tree.leaves(self.params)[0].shape[0])
+    return self.params, self.rest, jnp.arange(jax.tree.leaves((self.params, self.rest))[0].shape[0])
 
   def labelled(self, state: nnx.State) -> dict:
     """{label in the model: array} of a State of one layer, or of all."""

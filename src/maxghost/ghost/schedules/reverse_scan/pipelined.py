@@ -33,6 +33,9 @@ class Passage(NamedTuple):
   def whole(self) -> Pipe:
     return self.pipes[0]._replace(num_micro=sum(pipe.num_micro for pipe in self.pipes))
 
+  def of(self, items: Sequence) -> list:
+    return [items[i] for i in self.places]
+
   def join(self, batches: Sequence) -> Any:
     """One tree of all their rows, from one tree [B, ...] for each batch; inside `Pipe.map`."""
 
@@ -75,7 +78,7 @@ class Passed:
     found = {}
     self.kept = []
     for passage in self.passages:
-      own = self._of(passage, embedded), self._of(passage, self._inputs)
+      own = passage.of(embedded), passage.of(self._inputs)
 
       def local(x, inputs, stacked, passage=passage):
         pipe, layers = passage.whole, passage.whole.chunks(stacked)
@@ -87,10 +90,6 @@ class Passed:
       found |= dict(zip(passage.places, outputs, strict=True))
       self.kept.append(kept)
     self.outputs = [found[i] for i in range(len(batches))]
-
-  @staticmethod
-  def _of(passage: Passage, items: Sequence) -> list:
-    return [items[i] for i in passage.places]
 
   @property
   def _inputs(self) -> list:
@@ -111,7 +110,7 @@ class Passed:
         below, found = pipe.backward(self._body, *joined)
         return passage.part(below), found
 
-      own = self._of(passage, given), self._of(passage, self._inputs), inputs_kept, self.layers.stacked()
+      own = passage.of(given), passage.of(self._inputs), inputs_kept, self.layers.stacked()
       specs = (SHARED, SHARED, STACKED, STACKED), (SHARED, STACKED)
       cotangents_below, found = passage.whole.map(local, *specs)(*own)
       below |= dict(zip(passage.places, cotangents_below, strict=True))
@@ -152,10 +151,8 @@ class Passed:
     return pipe.map(local, *specs)(kept, layers.stacked(), state, secant, small, batches)
 
   def _secant_of_layers(self) -> Secant | None:
-    if (secant := self.layers.problem.secant) is None:
-      return None
-    labels = self.layers.labelled(self.layers.params)
-    return dataclasses.replace(secant, earlier=[{label: x[label] for label in labels} for x in secant.earlier])
+    secant, labels = self.layers.problem.secant, self.layers.labelled(self.layers.params)
+    return secant and dataclasses.replace(secant, earlier=[{k: x[k] for k in labels} for x in secant.earlier])
 
   def _parted(self, trees: Sequence) -> list:
     """One tree for each batch, from one for each passage."""

@@ -35,7 +35,7 @@ def run(problem: Problem) -> Scored:
     raise ValueError(f"{needs}; use two_pass for other losses")
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
-  segments.check(jax.tree.leaves(layers.params)[0].shape[0], lengths)
+  segments.check(layers.stacked()[2].shape[0], lengths)
   on_stages = pipeline.current() is not None
   vals = tuple(Rows(layers, *rows) for rows in zip(val_losses, problem.val_batches, strict=True))
   train = Rows(layers, loss, batch, probed=True)
