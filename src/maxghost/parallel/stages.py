@@ -54,7 +54,8 @@ class Stages:
     """
     repeats, waits = self.rounds(num_layers), self.num - 1
     iterations, passed = self.num_micro * repeats + waits, row_bytes * num_rows // self.num_micro
-    cut = f"{self.num} stages x {num_layers // self.num // repeats} layers" + f" x {repeats} repeats" * (repeats > 1)
+    cut = f"{self.num} stages x {num_layers // self.num // repeats} layers"
+    cut += f" x {repeats} repeats" if repeats > 1 else ""
     sent = f"each passes on {passed / 1e6:.1f} MB, {passed * iterations / 1e9:.3g} GB forward and as much back"
     bubble = f"bubble {waits / iterations:.1%} ({waits} of {iterations})"
     return f"pipeline: {cut}, {self.num_micro} micro-batches in {iterations} iterations; {sent}; {bubble}"
