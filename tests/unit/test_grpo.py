@@ -58,7 +58,7 @@ def logps_of(model, batch, temperature):
 def row_losses(model, reference, batch, keys) -> jax.Array:
   """Each answer's part of the loss of the batch, [B]: the formulas of the papers, token by token."""
   temperature = keys.get("decode_sampling_temperature", 1.0)
-  logps, weights = logps_of(model, batch, temperature), batch["targets_weights"]
+  logps, weights = logps_of(model, batch, temperature), np.asarray(batch["targets_weights"], float)
   ratio = jnp.exp(logps - batch["targets_logps"])
   low, high = np.array(keys.get("grpo_epsilon", (0.2, 0.2))) * (-1, 1) + 1
   a = batch["advantages"][:, None]
