@@ -48,7 +48,6 @@ def expected():
     ("4 x 2 repeats", {}),
     pytest.param("2 x 2 repeats", {}, marks=pytest.mark.slow),
     pytest.param("4 x 2 repeats", {"ghost_schedule": "reverse_scan"}, marks=pytest.mark.slow),
-    pytest.param("4 stages", {"ghost_schedule": "forward_mode"}, marks=pytest.mark.slow),
   ],
 )
 def test_a_scored_step_equals_that_of_one_device(name, changes, expected):
@@ -58,6 +57,12 @@ def test_a_scored_step_equals_that_of_one_device(name, changes, expected):
   for ours, theirs in zip(found.outs, expected.outs, strict=True):
     assert meshes.relative_error(ours["loss"], theirs["loss"]) < 1e-6
     assert abs(ours["check_rel_err"]).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_forward_mode_on_stages_knows_the_clipping_factor_of_the_step():
+  changes = LAYERS | {"ghost_schedule": "forward_mode"}
+  meshes.assert_same(meshes.run(PIPES["4 stages"], **changes), meshes.run({}, **changes))
 
 
 def test_directions_known_before_are_scored_in_the_pipeline():
