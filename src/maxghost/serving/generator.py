@@ -86,7 +86,7 @@ class Generator:
     progress = _progress(loop := start(*arguments))
     self.seconds.prompt = time.perf_counter() - begin
     yield progress
-    again = jax.tree.map(lambda x: x.sharding, loop)  # on a mesh XLA would choose others, which a next call has not
+    again = jax.tree.map(lambda x: x.sharding, loop)  # else XLA chooses, and the next call is refused
     function = jax.jit(self._add_tokens, donate_argnums=1, out_shardings=again)
     count = 1
     while count < num_new and not progress.done_B.all():
