@@ -279,6 +279,22 @@ def test_four_processes_continue_what_one_began_on_another_mesh(folder, one_proc
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_four_processes_continue_what_stages_on_two_began(folder, one_process):
+  """Each stage is a process, which is killed: its layers and moments are on its disk and its peer's."""
+  stages = Processes(folder, 2, "run_name=stages", "ici_pipeline_parallelism=2", *LOCAL)
+  stages.wait_for("completed step: 4,")
+  for process in stages.started:
+    process.kill()
+  assert "stage 2 x fsdp 4 (8 devices) of 2 processes" in stages.text(0)
+  shutil.rmtree(folder / "machine_1" / "near")
+  four = Processes(folder, 4, "run_name=stages", "ici_tensor_parallelism=2", *LOCAL)
+  four.succeed()
+  assert re.search(r"Continuing after [4-7] completed steps: \S+/machine_0/near/stages-", four.text(0))
+  assert_same_run(folder / "stages", one_process)
+
+
+@pytest.mark.slow
 def test_processes_of_unlike_keys_say_which(folder):
   port = free_port()
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
