@@ -164,18 +164,20 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
   from maxghost import attribution, scorelog
   from maxghost.attribution import offline, output
   from maxghost.attribution.query import Query, ask
+  from maxghost.interop.convert import new_folder
 
   rows = args.rows or step_rows
-  writer = scorelog.Writer(
-    args.output, tuple(queries), period=1, fingerprint=corpus.fingerprint, objective=cfg.optimizer.objective,
-    ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
-    fields=corpus.source.fields,
-  )  # fmt: skip
-  writer.restore(None)
-  print(COMPILING, flush=True)
-  count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
-  writer.close()
-  config.save(as_run(run_cfg, args.data, corpus.domains), args.output / "config.yml")
+  with new_folder(args.output) as folder:
+    writer = scorelog.Writer(
+      folder, tuple(queries), period=1, fingerprint=corpus.fingerprint, objective=cfg.optimizer.objective,
+      ledger=plugins.ledger_columns(cfg.optimizer.opt_type, cfg.model.use_qk_clip), direction=cfg.direction_name,
+      fields=corpus.source.fields,
+    )  # fmt: skip
+    writer.restore(None)
+    print(COMPILING, flush=True)
+    count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
+    writer.close()
+    config.save(as_run(run_cfg, args.data, corpus.domains), folder / "config.yml")
   against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
   print(f"scored {count:,} chunks against {against}: {args.output}")
   log = attribution.load(args.output)

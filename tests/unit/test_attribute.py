@@ -324,6 +324,22 @@ def test_answers_name_the_direction_and_are_written(trained, tmp_path, capsys):
     assert "these documents hold no text to score" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
+def test_scores_that_are_not_finite_leave_nothing_behind(trained, tmp_path, capsys, monkeypatch):
+  (tmp_path / "a.txt").write_text("for i in range(7): print(i)")
+  files, written = f"={tmp_path}/a.txt", []
+
+  def score(cfg, points, corpus, queries, writer, *_):
+    written.extend(tmp_path.glob("asked*"))
+    raise ConfigError("step 5: a score is not finite")
+
+  monkeypatch.setattr(offline, "score", score)
+  checkpoint = str(trained("adamw") / "checkpoints" / "5")
+  output = ["--output", str(tmp_path / "asked")]
+  assert attribute.main([checkpoint, "--data", "notes" + files, "--queries", "mine" + files, *output]) == 2
+  assert "a score is not finite" in capsys.readouterr().err
+  assert len(written) == 1 and not list(tmp_path.glob("asked*"))
+
+
 def test_a_checkpoint_is_found_from_inside_it_and_a_model_by_a_number(tmp_path, monkeypatch):
   step, model = tmp_path / "run" / "checkpoints" / "3", tmp_path / "7"
   for folder, config_of in ((step, step.parents[1]), (model, model)):

@@ -114,7 +114,7 @@ def test_tolerances_are_scaled_by_the_array(pair, tmp_path):
   assert compare_checkpoints(tmp_path / "a", tmp_path / "b", params_only=True, **again).equal
 
 
-def test_nans_zeros_and_infinities(pair):
+def test_nans_zeros_and_infinities(pair, tmp_path, capsys):
   def tree(*values):
     return {"params": {"params": {"decoder": {"w": np.array(values, np.float32)}}}}
 
@@ -122,6 +122,9 @@ def test_nans_zeros_and_infinities(pair):
   (row,) = result.rows
   assert (row.num_different, row.first_index, result.num_nans) == (3, [1], 1)
   assert row.max_abs == np.inf
+  assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
+  (row,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]  # JSON has no Infinity
+  assert row["max_abs"] is None
 
 
 def test_equal_nans_are_equal_and_counted(pair, tmp_path):

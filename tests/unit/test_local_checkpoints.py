@@ -140,6 +140,12 @@ def test_another_run_of_the_same_name_is_left_alone(tmp_path, manager, meshes):
   other.close()
 
 
+def test_a_damaged_list_of_attempts_is_named(tmp_path, manager):
+  (tmp_path / "run" / "checkpoints" / ".local").write_text('{"run": "1f')
+  with pytest.raises(ConfigError, match=r"checkpoints/\.local is damaged or half copied"):
+    CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "near"))
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_one_from_before_the_run_went_on_elsewhere_is_left_out(tmp_path, manager, meshes, local):
   """As of a machine that was away while the others began again at an earlier step."""

@@ -242,6 +242,8 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   as_json, max_rows = options.pop("json"), options.pop("max_rows")
   result = compare_checkpoints(**options, opener=opener)
   content = {"equal": result.equal, "left": options["a"], "right": options["b"], **dataclasses.asdict(result)}
-  for line in [json.dumps(content)] if as_json else result.lines(max_rows):
+  for row in content["rows"]:  # JSON has no infinity
+    row |= {name: None for name in ("max_abs", "max_rel") if row[name] == math.inf}
+  for line in [json.dumps(content, allow_nan=False)] if as_json else result.lines(max_rows):
     print(line)
   return 0 if result.equal else 1

@@ -276,8 +276,7 @@ def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) 
   size, chunks = min(CHUNK, -(-most // 4) * 4), []
   if most:
     send, flow = _sender(size // 4, shift), _chunks(blobs, size)
-    for _ in range(-(-most // size)):
-      chunks.append(send(next(flow)))
+    chunks = [send(next(flow)) for _ in range(-(-most // size))]
   parts = [chunk[: max(left - size * number, 0)] for number, chunk in enumerate(chunks)]
   return [_piece(*piece) for piece in received], parts
 

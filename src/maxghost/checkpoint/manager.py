@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 
 from maxghost.checkpoint import local as local_files
 from maxghost.checkpoint.checksum import checksums
-from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit
+from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit, read_json
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal, sealed, sync, write_text
 from maxghost.parallel import distributed
@@ -197,7 +197,7 @@ class CheckpointManager:
     """Records that this attempt continues after `step`. Later local checkpoints of earlier attempts are not used any
     more, not even those of machines that are absent now."""
     if distributed.is_first() and self._attempts_path.exists():
-      found = json.loads(self._attempts_path.read_text())
+      found = read_json(self._attempts_path)
       found["attempts"].append([self._local.attempt if self._local else "", step])
       write_text(self._attempts_path, json.dumps(found))
     if self._local:
@@ -276,7 +276,7 @@ class CheckpointManager:
         shutil.rmtree(lent, ignore_errors=True)
       if not self._attempts_path.exists():
         write_text(self._attempts_path, json.dumps({"run": secrets.token_hex(4), "attempts": []}))
-      found = json.loads(self._attempts_path.read_text())
+      found = read_json(self._attempts_path)
       words = [found["run"], secrets.token_hex(4), found["attempts"]]
     run, attempt, attempts = distributed.gather(words)[0]
     own = full_path(folder) / f"{self._directory.parent.name}-{run}"

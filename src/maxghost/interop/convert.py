@@ -125,9 +125,7 @@ def new_folder(target: Path) -> Iterator[Path]:
   try:
     temporary.mkdir(parents=True)
     yield temporary
-    if target.exists():
-      raise LayoutError(f"target {target} appeared while it was being written; nothing was replaced")
-    temporary.rename(target)
+    temporary.rename(target)  # onto an empty folder at most
   except BaseException as error:
     shutil.rmtree(temporary, ignore_errors=True)
     for folder in made:

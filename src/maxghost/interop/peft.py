@@ -290,9 +290,8 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
   """adapter_config.json. own: names of the rules whose parts have an own A each."""
   linear = [place for place in held if not place.num_stacked]
   others = {place.module for place in places(model) if not place.num_stacked} - {place.module for place in linear}
-  targets = set()
-  for *_, above, leaf in (f".{place.module}".split(".") for place in linear):
-    targets.add(f"{above}.{leaf}" if any(name.endswith(f".{leaf}") for name in others) else leaf)
+  parts = (f".{place.module}".split(".") for place in linear)
+  targets = {f"{above}.{leaf}" if any(x.endswith(f".{leaf}") for x in others) else leaf for *_, above, leaf in parts}
   counts = {x.module.rpartition(".")[2]: len(x.rule.paths) for x in held if x.rule.name in own}
   made = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base,
