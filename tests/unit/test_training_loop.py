@@ -177,14 +177,16 @@ def make_config(**changes):
   return config.replace(config.load(), **(base | changes))
 
 
-def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, program=None, watch=None, **trouble):
+def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, program=None, watch=None,
+            stopped=False, **trouble):  # fmt: skip
   """One process: opens the logs, goes to the newest checkpoint and trains. Returns (outcome, steps begun)."""
   folder.mkdir(exist_ok=True)
-  signals = SimpleNamespace(requested=False)
+  signals = SimpleNamespace(requested=stopped)
   dataset = ToyDataset()
   fresh = nnx.state(ToyState())
   abstract = abstract_arrays(fresh)
-  checkpoints = CheckpointManager(folder / "checkpoints", asynchronous=async_checkpoints)
+  local = cfg.checkpoint.local_checkpoint_directory
+  checkpoints = CheckpointManager(folder / "checkpoints", asynchronous=async_checkpoints, local=local)
   restored = checkpoints.restore_latest(to_tree(abstract))
   state, position = fresh, Position()
   if restored is not None:
@@ -248,6 +250,20 @@ def whole(tmp_path_factory):
   outcome = run_toy(folder, make_config())
   assert not outcome.interrupted and outcome.completed_steps == STEPS
   return folder
+
+
+def test_a_run_stopped_after_a_local_checkpoint_was_read_saves_a_durable_one(whole, tmp_path):
+  """The machine of the local one may go, and the run goes on from where it was."""
+  cfg = make_config(local_checkpoint_directory=str(tmp_path / "near"), local_checkpoint_period=1)
+  run = tmp_path / "run"
+  with pytest.raises(OSError, match="the machine is gone"):
+    run_toy(run, cfg, fail_at=7)
+  assert not (run / "checkpoints" / "7").exists()
+  for _ in range(2):  # the second has nothing to save
+    assert run_toy(run, cfg, stopped=True).completed_steps == 7 and (run / "checkpoints" / "7").is_dir()
+  assert not any((tmp_path / "near").rglob("*.bin"))
+  run_toy(run, cfg)
+  assert records(run) == records(whole) and score_arrays(run) == score_arrays(whole)
 
 
 def test_a_record_per_step_and_a_score_row_per_document(whole):

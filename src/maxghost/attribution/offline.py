@@ -188,8 +188,7 @@ def step_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 class Step(NamedTuple):
-  """What a query needs of the step at a checkpoint: s {label: array}, its gradients, clipping factor, and the factor of
-  products."""
+  """What a query needs of a step at a checkpoint: s {label: array}, gradients, clipping factor, factor of products."""
 
   scale: dict
   grads: dict

@@ -268,8 +268,7 @@ def peer_shift(machines: Sequence[int]) -> int:
 
 
 def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) -> tuple[list[Piece], list[np.ndarray]]:
-  """Sends these pieces to the process `shift` after this one; returns those of the process `shift` before, and their
-  bytes."""
+  """Sends pieces to the process `shift` after this one; returns those of the one `shift` before, and their bytes."""
   count = distributed.count()
   said = distributed.gather([[*map(list, pieces)], sum(map(len, blobs))])
   (received, left), most = said[(distributed.index() - shift) % count], max(size for _, size in said)

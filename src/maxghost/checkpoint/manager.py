@@ -81,6 +81,7 @@ class CheckpointManager:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     self._saving: int | None = None  # the step being written
     self._has_failed = False
+    self.only_local = False  # whether the newest checkpoint is a local one, and no durable one is of its step
     self._frozen: dict[str, int] = {}  # checksums of arrays that no step changes
     if distributed.is_first():
       for path in sorted(self._directory.glob("*.orbax-checkpoint-tmp*")):
@@ -132,7 +133,7 @@ class CheckpointManager:
       assert self._local is not None, "a manager without a local folder was asked for a local checkpoint"
       self._local.save(step, _flatten(tree), record)
       return
-    self._saving = step
+    self._saving, self.only_local = step, False
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
     if distributed.count() > 1:  # a process that cannot write would leave the others waiting inside a save
       self._guard(lambda: _try_to_write(self._directory))
@@ -180,6 +181,7 @@ class CheckpointManager:
         continue
       self._set_aside(unusable)
       self._begin(step, name)
+      self.only_local = bool(name) and (step, "") not in found
       then, now = restored.positions.get("made_with", {}), made_with()
       if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
         but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"

@@ -124,8 +124,7 @@ class Rendering:
     return ids, weights if self.completion_only else np.ones_like(weights)
 
   def prompt(self, question: str | Sequence[dict]) -> list[int]:
-    """Ids of a user's question or of messages, up to where the assistant answers. Raises ValueError for a template that
-    fails."""
+    """Ids of a question or of messages, up to where the assistant answers. Raises ValueError if the template fails."""
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
     if self.template is None:
       turns = self._turns([*asked, {"role": "assistant", "content": ""}])

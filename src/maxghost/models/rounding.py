@@ -146,8 +146,7 @@ def plain(precision):
 
 
 def operands(precision, x, g, inputs: int = 1, outputs: int = 1):
-  """The operands of a weight gradient and of its scores: x [..., *I] and the cotangent g [..., *O], rounded or as they
-  are."""
+  """The operands, rounded or not, of a weight gradient and its scores: x [..., *I] and the cotangent g [..., *O]."""
   if not isinstance(precision, Rounded):
     return x, g
   axes = lambda a, count: tuple(range(a.ndim - count, a.ndim))  # noqa: E731

@@ -213,7 +213,7 @@ class TrainingLoop:
   def _save(self, local: bool = False) -> None:
     """Saves the state after the last step that was read, with the positions of the same moment."""
     sinks, completed = self._sinks, self._position.completed_steps
-    if completed == self._saved_steps:
+    if completed == self._saved_steps and not sinks.checkpoints.only_local:
       return
     sinks.watch(None, "saves a checkpoint")
     for tracker in sinks.trackers:

@@ -42,8 +42,7 @@ class TrainStateNNX(nnx.Module):
                trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
                reference_model: nnx.Module | None = None):  # fmt: skip
     """trainable: the Params that the optimizer changes. num_stored: number of validation gradients to keep between
-    steps. carries: see `carry`. reference_model: a model that no step changes; it may share untrained Variables of
-    `model`."""
+    steps. carries: see `carry`. reference_model: one that no step changes; it may share untrained Variables."""
     self.model, self.reference_model = model, reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
     self.clip_factor = TrainCounter(jnp.ones((), float))
