@@ -74,7 +74,7 @@ SMALL = (  # the recompute cost, on this machine
 
 @dataclasses.dataclass
 class Case:
-  """One row of the issue's table: lines of the printed table, figures with their targets, notes."""
+  """Lines of the printed table, figures with their targets, and notes."""
 
   rows: list[dict] = dataclasses.field(default_factory=list)
   figures: list[Figure] = dataclasses.field(default_factory=list)
