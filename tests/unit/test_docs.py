@@ -110,7 +110,7 @@ def test_code_for_models_and_checkpoints_runs(tmp_path, monkeypatch):
 def test_code_for_segments_and_compiled_steps_runs(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   make = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs), in_axes=0)
-  page = run_page("docs/memory.md", x=jnp.ones((2, 3)), layers=make(nnx.Rngs(0).fork(split=8)))
+  page = run_page("docs/memory.md", x=jnp.ones((2, 3)), layers=make(nnx.Rngs(0).split(8)))
   assert page["x"].shape == (2, 3)
   whole = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
   one, two = (jax.device_put(value, whole) for value in (1.0, 2.0))
