@@ -196,6 +196,8 @@ def test_what_lives_between_steps_is_split_as_the_users_rules_say(rules, over_da
   estimated = estimate(cfg, layout)
   assert {name: row(estimated, name) for name in wanted} == wanted
   assert wanted["optimizer"] == pytest.approx(2 * wanted["parameters"] / (2 if over_data else 1), rel=0.02)
+  copies = sum(t.bytes for r in estimated.rows for t in r.tensors if t.why.startswith("weights, copied"))
+  assert copies == (wanted["parameters"] if over_data else 0)  # XLA makes them: the new weights are gathered
   assert wanted["parameters"] < 0.9 * row(estimate(cfg, Layout.of(ParallelConfig(), jax.devices()[:1])), "parameters")
 
 

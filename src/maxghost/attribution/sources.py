@@ -108,8 +108,7 @@ class Sources:
     }  # fmt: skip
 
   def _compile(self, length: int) -> tuple[int, Callable]:
-    """(length of a row that holds so many tokens, the compiled pass of such rows). Ahead of the pass, so that its time
-    is no part of an answer's."""
+    """(length of a row for so many tokens, the compiled pass of such rows): compiled before an answer's time starts."""
     size = next(size for size in _LENGTHS if size >= length)
     if size not in self._compiled:
       row, places = {name: np.zeros((1, size), np.int32) for name in BATCH_ARRAYS}, np.zeros(_PLACES, np.int32)

@@ -128,8 +128,7 @@ def _drawn(share, axes, dtype, bound: float, divided):
 
 
 def _mixed(x):
-  """A permutation of uint32 in which every input bit changes about half of the output bits: the last steps of
-  MurmurHash3."""
+  """A permutation of uint32 in which every input bit changes about half of the output bits: the end of MurmurHash3."""
   x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
   return x ^ (x >> 16)

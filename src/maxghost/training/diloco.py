@@ -36,8 +36,7 @@ class OuterState(nnx.OptState):
 
 @dataclasses.dataclass(frozen=True)
 class Diloco:
-  """The slices of a run. graphdef, inner: the abstract train state of one slice. trained: {path of a trained parameter:
-  its fragments}."""
+  """The slices of a run. graphdef, inner: abstract state of a slice. trained: {path of a parameter: fragments}."""
 
   cfg: Config
   layout: Layout

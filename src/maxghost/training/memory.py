@@ -166,6 +166,12 @@ class Device:
     return self.cfg.model.base_num_decoder_layers // (stages.num if stages else 1)
 
   @property
+  def copied(self) -> int:
+    """Elements of the weights that XLA copies if each device updates a part, because the new ones are gathered."""
+    updates_parts = self.layout.split_moments and self.layout.rules.sizes.get("data", 1) > 1
+    return sum(v.elements for v in self.params.values() if updates_parts and not (v.frozen or v.on_host))
+
+  @property
   def output_table(self) -> Held | None:
     """The weight of the logits: the projection, or else the tied embedding."""
     tables = [v for v in self.params.values() if "vocab" in v.axes and len(v.axes) == 2]
@@ -272,9 +278,10 @@ class Step:
     """{moment of the step: memory at that moment}."""
     also, segments = self._scores(), self._segments()
     stacked = [v for v in self.device.params.values() if v.stacked]
-    if gathered := sum(v.gathered - v.elements for v in stacked) // self.device.own_layers:
-      why = "weights of one layer, gathered, and their gradient"  # before it is scattered
-      also["collectives' buffers"] = [Tensor((gathered,), self.weight, why, 2)]
+    gathered = sum(v.gathered - v.elements for v in stacked) // self.device.own_layers
+    kinds = ((gathered, 2, "weights of one layer, gathered, and their gradient"),  # before it is scattered
+             (self.device.copied, 1, "weights, copied because the new ones are gathered in their place"))  # fmt: skip
+    also["collectives' buffers"] = [Tensor((n,), self.weight, why, count) for n, count, why in kinds if n]
     update = self._gradients(segments if "weights" in self.model.offload_to_host else [])
     out = {"the update": update | also | self._scores(in_pass=False)}
     if self.device.num_layers:

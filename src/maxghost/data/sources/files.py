@@ -27,8 +27,7 @@ class CorpusFile(NamedTuple):
 
 def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kind: str = "text") -> list[CorpusFile]:
   """The files of `domain=glob` patterns (`**` matches any number of folders), by domain as given, then by name.
-  domains: the wanted ones; empty = all. key, kind: the setting and the dataset_type, for error messages
-  (ConfigError)."""
+  domains: the wanted ones; empty = all. key, kind: the setting and the dataset_type, for ConfigErrors."""
   by_domain: dict[str, list[str]] = {}
   for domain, pattern in labelled(key, patterns, domains, lambda _: "text", kind):
     by_domain.setdefault(domain, []).append(os.path.expanduser(pattern))
