@@ -68,8 +68,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
   if args.index and args.data and _holds_others(args.index):
     raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
-  if args.output and args.output.is_dir() and any(args.output.iterdir()):
-    raise ConfigError(f"--output {args.output} is not empty; give a new folder")
+  if args.output and args.output.is_dir() and (any(args.output.iterdir()) or args.output.samefile(".")):
+    raise ConfigError(f"--output {args.output} is not empty, or it is the current folder; give a new folder")
   return args
 
 

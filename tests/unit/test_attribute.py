@@ -432,6 +432,14 @@ def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, caps
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("output", [".", "../here"])
+def test_the_current_folder_is_not_replaced(output, tmp_path, monkeypatch, capsys):
+  (tmp_path / "here").mkdir()
+  monkeypatch.chdir(tmp_path / "here")  # empty
+  assert attribute.main(["../run", "--data", "a=b", "--queries", "c=d", "--output", output]) == 2
+  assert f"--output {output} is not empty, or it is the current folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   ("keys", "named"),
   [
