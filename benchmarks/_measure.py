@@ -69,18 +69,13 @@ def arguments(description: str, **options) -> argparse.Namespace:
   return parser.parse_args()
 
 
-REST = 0.03  # seconds
-
-
 def take_turns(contenders: Mapping[str, Callable[[], float | None]], rounds: int, warmup: int = 1) -> dict:
   """{name: seconds of each round}. A contender does one measurement's work until it is really done; what it returns
-  replaces the time around it. Every second round goes backwards, so that nobody always runs after the same one, and
-  before each turn the machine rests: threads of OpenMP, which PyTorch uses, wait busily for 10 ms after their work."""
+  replaces the time around it. Every second round goes backwards, so that nobody always runs after the same one."""
   seconds: dict[str, list[float]] = {name: [] for name in contenders}
   for number in range(-warmup, rounds):
     order = list(contenders)
     for name in order if number % 2 else reversed(order):
-      time.sleep(REST)
       begin = time.perf_counter()
       own = contenders[name]()
       if number >= 0:
