@@ -17,6 +17,7 @@ from maxghost import config, models
 from maxghost.ghost.schedules.passes import mean_loss
 from maxghost.models import segments, stack
 from maxghost.objectives import LanguageModelLoss
+from maxghost.parallel import shardings
 
 LAYERS = 6
 BATCH = tiny.make_batch(((6, 5), (13,), (2, 9)), seed=300)
@@ -140,6 +141,18 @@ def test_the_forward_pass_keeps_as_many_carries_as_there_are_segments(lengths, r
 def test_without_segments_it_keeps_one_carry_per_layer():
   """What the count above would find if segments did nothing."""
   assert kept_sizes(forward_scan(remat_policy="full")) == [LAYERS * np.prod(CARRY)]
+
+
+@pytest.mark.parametrize(
+  ("platform", "layers", "remat", "loops"),
+  [("cpu", 8, "none", 0), ("cpu", 9, "none", 1), ("cpu", 8, "minimal", 1), ("tpu", 8, "none", 1)],
+)
+def test_a_short_stack_that_recomputes_nothing_has_no_loop_on_a_cpu(platform, layers, remat, loops):
+  """Under remat it keeps the loop, since XLA would merge the recomputation with the forward pass."""
+  loss, params = loss_of(tiny.make_config(base_num_decoder_layers=layers, remat_policy=remat))
+  with shardings.tracing_for(platform):
+    found = scans(jax.make_jaxpr(loss)(params))
+  assert sum(scan.params["unroll"] != layers for scan in found) == loops
 
 
 def test_inside_a_segment_its_layers_keep_their_inputs():

@@ -48,8 +48,7 @@ class Groups:
   def take(self, index) -> "Groups":
     """The groups at `index`, in that order."""
     keys = {name: values[index] for name, values in self.keys.items()}
-    rest = [getattr(self, field.name)[index] for field in dataclasses.fields(self)[1:]]
-    return Groups(keys, *rest)
+    return Groups(keys, *(getattr(self, field.name)[index] for field in dataclasses.fields(self)[1:]))
 
 
 def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, scaling: tuple | None = None) -> list:

@@ -110,8 +110,7 @@ class Corpus:
     return self._filled(rows, np.arange(min(num_rows, len(rows))), num_rows), len(rows)
 
   def _rows(self, indices: np.ndarray) -> Rows:
-    encoded = self._units.encode_documents(indices)
-    return packing.pack(encoded, self.layout, lambda size, _: np.arange(size))
+    return packing.pack(self._units.encode_documents(indices), self.layout, lambda size, _: np.arange(size))
 
   def _filled(self, rows: Rows, numbers: np.ndarray, num_rows: int) -> Batch:
     batch = packing.fill([(rows, int(number), 0) for number in numbers], self.layout, self.tokenizer.pad_id)

@@ -121,8 +121,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
       notes.append(f"{len(keys) - len(found)} of {len(keys)} documents are no longer in the source")
     columns["text"] = [found.get(key) for key in keys]
   units = {name: text.format(unit=SCALES[query.scale]) for name, text in MEASURES.items()}
-  direction = ", ".join(log.said_of("direction"))
-  return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k], direction)
+  return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k], ", ".join(log.said_of("direction")))
 
 
 def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]) -> dict:

@@ -148,8 +148,7 @@ def _detect(nodes: dict, raw: RawTree, prefix: str) -> str:
   if "params" in tops and not prefix:
     return LINEN if any(path[:2] == ("params", "params") for path in nodes) else NNX_OLD
   if "model" in tops and not prefix:
-    ours = raw.folder is not None and (raw.folder.step / "positions").is_dir()
-    return MAXGHOST if ours else NNX
+    return MAXGHOST if raw.folder is not None and (raw.folder.step / "positions").is_dir() else NNX
   if prefix or any(top in _MODEL_KEYS for top in tops):
     return PARAMS
   keys = ", ".join(sorted(tops)) or "none"

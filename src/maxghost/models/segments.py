@@ -27,15 +27,16 @@ def check(length: int, segment_lengths: tuple[int, ...]) -> None:
     whole, what = k, f"the segment of {k} layers around it"
 
 
-def scan(body: Callable, carry, xs, segment_lengths: tuple[int, ...] = ()):
+def scan(body: Callable, carry, xs, segment_lengths: tuple[int, ...] = (), unroll: bool = False):
   """`jax.lax.scan(body, carry, xs)`, xs with a leading layer axis; keeps carries only at segment boundaries.
 
   segment_lengths: layers in a segment, then in a segment of a segment, ...; empty for a plain scan. Values are those of
-  the plain scan, gradients too up to rounding. Raises ValueError for lengths that do not divide.
+  the plain scan, gradients too up to rounding. unroll: a plain scan as straight code instead of a loop. Raises
+  ValueError for lengths that do not divide.
   """
   check(jax.tree.leaves(xs)[0].shape[0], segment_lengths)
   if not segment_lengths:
-    return jax.lax.scan(body, carry, xs)
+    return jax.lax.scan(body, carry, xs, unroll=unroll)
   segment = jax.checkpoint(lambda carry, xs: scan(body, carry, xs, segment_lengths[1:]), prevent_cse=False)
   carry, ys = jax.lax.scan(segment, carry, split(xs, segment_lengths[0]))
   return carry, join(ys)

@@ -10,7 +10,9 @@ import jax
 from flax import nnx
 
 from maxghost.models import pipeline, rounding, segments, streaming
+from maxghost.parallel import shardings
 
+_SHORT = 8  # layers at most that a CPU runs without a loop; more take longer to compile
 _POLICIES = {
   "minimal": jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
@@ -50,8 +52,9 @@ def run(
     return pipeline.run(lambda x, layer, inputs: body(x, layer, (inputs, dropout_key)), x, scanned, layer_inputs)
   if streaming.any_on_host(state):
     return streaming.scan(body, x, scanned, shared, segment_lengths)
-  x, _ = segments.scan(lambda x, scanned: (body(x, scanned, shared), None), x, scanned, segment_lengths)
-  return x
+  # Without a loop, a short stack is faster on CPU and needs less memory; under remat, XLA would undo the recomputation.
+  unroll = num_layers <= _SHORT and remat_policy == "none" and shardings.platform() == "cpu"
+  return segments.scan(lambda x, scanned: (body(x, scanned, shared), None), x, scanned, segment_lengths, unroll)[0]
 
 
 def run_once(layer: nnx.Module, remat_policy: str, *args):
