@@ -126,8 +126,12 @@ CASES = {
 def test_contributions_count_the_clipping_factor_without_the_document(case, wide, gradients):  # noqa: F811
   """Two validation sets; also layer by layer, and token by token. The account closes."""
   sizes = {"ghost_detail": "token", "ghost_val_sets": ("a=x", "b=y"), "remat_policy": "full"}
-  run = Run(ghost_direction="marginal", num_sets=2, **CASES[case], **sizes, **(WIDE if wide else {}))
-  truth, tolerance = Truth(run, gradients_of(case, gradients), VALS), 1e-12 if wide else 1e-5
+  # In float32, the derivatives of both steps magnify the rounding of gradients, by a factor that depends on the
+  # processor: Adam's where entries are near `adam_eps`, Muon's where singular values are near 0.
+  sizes |= WIDE if wide else {"adam_eps": 1e-4} if case == "adamw" else {}
+  run = Run(ghost_direction="marginal", num_sets=2, **CASES[case], **sizes)
+  tolerance = 1e-12 if wide else 1e-5 if case == "adamw" else 2e-5
+  truth = Truth(run, gradients_of(case, gradients), VALS)
   assert truth.c < 0.7
   out = truth.out
   truth.assert_slots(tolerance)
