@@ -14,7 +14,7 @@ import pytest
 from maxghost import config, load_model
 from maxghost.config import ConfigError
 from maxghost.interop import model_path
-from maxghost.models import pipeline, segments
+from maxghost.models import attention_flash, pipeline, segments
 from maxghost.parallel import collectives, stages
 from maxghost.parallel.shardings import Layout, setting, use
 from maxghost.training.plan import Plan
@@ -133,6 +133,20 @@ def test_the_way_through_the_stages_is_told():
 def test_what_goes_with_a_pipeline_gives_the_numbers_of_one_device(changes):
   sizes = LAYERS | {"base_num_decoder_layers": 8 if "inhomogeneous_layer_cycle_interval" in changes else 4}
   meshes.assert_same(meshes.run(PIPES["2 x 2 repeats"], **sizes, **changes), meshes.run({}, **sizes, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["two_pass", "reverse_scan"])
+@pytest.mark.parametrize("mesh", [PIPES["2 x 2 repeats"], {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}])
+def test_the_tpu_kernel_of_attention_gives_the_numbers_of_one_device(mesh, schedule, monkeypatch):
+  """Each device runs it on its own rows and heads, inside the stages too; here as plain operations."""
+
+  def splash(q, k, v, segments, sinks, shape, platform):
+    return attention_flash.splash(q, k, v, segments, sinks, shape, interpret=True)
+
+  one = meshes.run({}, **LAYERS, ghost_schedule=schedule)
+  monkeypatch.setattr(attention_flash, "attend", splash)
+  meshes.assert_same(meshes.run(mesh, **LAYERS, ghost_schedule=schedule, attention="flash"), one)
 
 
 @pytest.mark.slow
