@@ -33,7 +33,7 @@ from maxghost.training import state
 SHAPE = (
   "base_emb_dim=512", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=64", "base_mlp_dim=2048",
   "mlp_activations=[gelu]", "base_num_decoder_layers=4", "vocab_size=4096", "max_target_length=256",
-  "per_device_batch_size=16", "ghost_val_batch_size=1", "dataset_type=synthetic",
+  "per_device_batch_size=16", "ghost_val_batch_size=1", "dataset_type=synthetic", "remat_policy=minimal",
 )  # fmt: skip
 
 

@@ -145,14 +145,30 @@ def test_without_segments_it_keeps_one_carry_per_layer():
 
 @pytest.mark.parametrize(
   ("platform", "layers", "remat", "loops"),
-  [("cpu", 8, "none", 0), ("cpu", 9, "none", 1), ("cpu", 8, "minimal", 1), ("tpu", 8, "none", 1)],
-)
+  [
+    ("cpu", 8, "none", 0), ("cpu", 9, "none", 1), ("cpu", 8, "minimal", 1), ("tpu", 8, "none", 1),
+    ("cpu", 8, "auto", 0), ("cpu", 9, "auto", 1), ("tpu", 8, "auto", 1),
+  ],
+)  # fmt: skip
 def test_a_short_stack_that_recomputes_nothing_has_no_loop_on_a_cpu(platform, layers, remat, loops):
   """Under remat it keeps the loop, since XLA would merge the recomputation with the forward pass."""
   loss, params = loss_of(tiny.make_config(base_num_decoder_layers=layers, remat_policy=remat))
   with shardings.tracing_for(platform):
     found = scans(jax.make_jaxpr(loss)(params))
   assert sum(scan.params["unroll"] != layers for scan in found) == loops
+
+
+@pytest.mark.parametrize(("layers", "lengths", "same"), [(8, (), "none"), (9, (), "minimal"), (8, (2,), "minimal")])
+def test_the_automatic_policy_keeps_what_the_named_one_does(layers, lengths, same):
+  """Compared by the traced gradient."""
+
+  def kept(remat):
+    changes = {"base_num_decoder_layers": layers, "segment_lengths": lengths, "remat_policy": remat}
+    loss, params = loss_of(tiny.make_config(**changes))
+    return str(jax.make_jaxpr(jax.grad(loss))(params))
+
+  assert kept("auto") == kept(same)
+  assert kept(same) != kept("none" if same == "minimal" else "minimal")
 
 
 def test_inside_a_segment_its_layers_keep_their_inputs():

@@ -202,8 +202,7 @@ class QuantizedMoe(RoutedMoe):
   def matrix(self, params, name):
     if name in params:  # of an adapter
       return super().matrix(params, name)
-    parts = {part: params[f"{name}_{part}"] for part in NAMES[self.qtype]}
-    return dequantize(parts, self.qtype, self.dtype, 1)
+    return dequantize({part: params[f"{name}_{part}"] for part in NAMES[self.qtype]}, self.qtype, self.dtype, 1)
 
   def experts(self, x_BTD, index_BTk, weight_BTk):
     split = find_split(self, x_BTD.shape)

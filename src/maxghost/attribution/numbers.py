@@ -14,8 +14,7 @@ def number(value: float | None, digits: int = 3, plus: bool = False) -> str:
     return "0"
   magnitude = math.floor(math.log10(abs(value)))
   if -5 <= magnitude < 7:
-    decimals = max(0, digits - 1 - magnitude)
-    text = f"{abs(value):,.{decimals}f}".replace(",", THIN)
+    text = f"{abs(value):,.{max(0, digits - 1 - magnitude)}f}".replace(",", THIN)
   else:
     mantissa, exponent = f"{abs(value):.{digits - 1}e}".split("e")
     text = f"{mantissa}e{int(exponent)}".replace("-", MINUS)

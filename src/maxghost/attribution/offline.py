@@ -287,6 +287,5 @@ def _root(param, weighting, like):
     return jnp.ones_like(like)
   if not param.low_rank:
     return jnp.sqrt(weighting)
-  axis = len(param.stack_shape)
-  a, b = rank_one_root(1 / jnp.square(param.parameter.matrices(weighting, axis)))
+  a, b = rank_one_root(1 / jnp.square(param.parameter.matrices(weighting, len(param.stack_shape))))
   return jax.lax.rsqrt(a[..., :, None] * b[..., None, :]).reshape(weighting.shape)

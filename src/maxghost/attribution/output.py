@@ -120,8 +120,7 @@ def _cell(name: str, row: dict):
   if isinstance(value, str):
     return Text(printable(value), no_wrap=True, overflow="ellipsis") if value else Text("(none)", "dim")
   if name in (*INTERVALS, "in_all", "per_chunk"):
-    half_width = float(row.get(INTERVALS.get(name), float("nan")))
-    return Text(number(float(value), plus=True) + plus_minus(half_width))
+    return Text(number(float(value), plus=True) + plus_minus(float(row.get(INTERVALS.get(name), float("nan")))))
   return Text(number(float(value)) if name == "loss" else integer(int(value)))
 
 

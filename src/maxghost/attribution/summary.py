@@ -390,8 +390,7 @@ def _duplicates(documents, groups: Groups) -> Duplicates | None:
   for index in range(len(documents)):
     key = tuple(documents.document_id(index))
     if key in place and (text := read_or_skip(documents.texts, np.array([index]))[0]) is not None:
-      digest = hashlib.blake2b(bytes(text).strip(), digest_size=16).digest()
-      by_text.setdefault(digest, []).append(key)
+      by_text.setdefault(hashlib.blake2b(bytes(text).strip(), digest_size=16).digest(), []).append(key)
   copies = [(groups.tokens[[place[key] for key in keys]], keys) for keys in by_text.values() if len(keys) > 1]
   copies.sort(key=lambda copy: -copy[0].sum())
   members = [place[key] for _, keys in copies for key in keys]

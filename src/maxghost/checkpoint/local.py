@@ -324,8 +324,7 @@ def _write(folder: Path, parts: Mapping[str, tuple[Sequence[Piece], Iterable[np.
   for name, (pieces, blobs) in parts.items():
     with write_whole(folder / f"{name}.bin") as file:
       size = sum(file.write(blob.data) for blob in blobs)
-    content = sealed({**header, "pieces": pieces, "bytes": size})
-    write_text(folder / f"{name}.json", json.dumps(content))
+    write_text(folder / f"{name}.json", json.dumps(sealed({**header, "pieces": pieces, "bytes": size})))
 
 
 def _places(path: Path, header: Mapping) -> dict[Piece, Place]:

@@ -102,7 +102,7 @@ class ModelConfig:
   quantize_kvcache: bool = key(False)
   attention: str = key("autoselected", choices=("autoselected", "dot_product", "blockwise", "flash"))
   scan_layers: bool = key(True)
-  remat_policy: str = key("minimal", choices=("none", "minimal", "full"))
+  remat_policy: str = key("auto", choices=("auto", "none", "minimal", "full"))
   segment_lengths: tuple[int, ...] = key((), minimum=1, maximum=MOST)
   offload_to_host: tuple[str, ...] = key((), choices=HOST_MEMORY)
   z_loss_multiplier: float = key(0.0, minimum=0.0)

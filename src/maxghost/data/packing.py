@@ -81,8 +81,7 @@ def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.n
   document = np.repeat(np.arange(len(ends)), chunks)
   number = np.arange(len(document)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
   start = starts[document] + number * row_length
-  length = np.minimum(pairs[document] - number * row_length, row_length)
-  return document, start, length
+  return document, start, np.minimum(pairs[document] - number * row_length, row_length)
 
 
 def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, int]:

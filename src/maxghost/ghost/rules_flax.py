@@ -28,8 +28,7 @@ def matrix_scores(call, x, b, direction, count: int):
   left_IKr = jnp.moveaxis(direction.left.astype(x.dtype), 0, 1).reshape(*inputs, *direction.left.shape[::2])
   right_OKr = jnp.moveaxis(direction.right.astype(x.dtype), 2, 0).reshape(*outputs, *direction.right.shape[:2])
   x_Kr = dense.contract(x, left_IKr, count, precision, wide)
-  b_Kr = dense.contract(b.astype(x.dtype), right_OKr, len(outputs), precision, wide)
-  return _reduce_sets(call, x_Kr, b_Kr)
+  return _reduce_sets(call, x_Kr, dense.contract(b.astype(x.dtype), right_OKr, len(outputs), precision, wide))
 
 
 def _reduce_sets(call, x_Kr, b_Kr):

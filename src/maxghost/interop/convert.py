@@ -252,8 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="maxghost checkpoint convert", description=about)
 
   def add(name: str, about: str, **more: Any) -> None:
-    names = {f"--{name}", f"--{name.replace('_', '-')}"}
-    parser.add_argument(*sorted(names, reverse=True), help=about, **more)
+    parser.add_argument(*sorted({f"--{name}", f"--{name.replace('_', '-')}"}, reverse=True), help=about, **more)
 
   add("source_path", "step folder (RUN/checkpoints/2) or item folder (.../2/items)", required=True)
   add("target_path", "folder to write; must not exist", required=True)

@@ -158,8 +158,7 @@ def _rotary(read: _Reader) -> dict[str, Any]:
       read.problem(f"rope_type={kind} needs {name} in rope_parameters or rope_scaling")
   if kind != "default":
     name = "original_max_position_embeddings"
-    original = parameters.get(name) or read.get("max_position_embeddings")
-    keys[name] = read.typed(name, original, int)
+    keys[name] = read.typed(name, parameters.get(name) or read.get("max_position_embeddings"), int)
   if kind == "yarn" and not read.problems:
     keys["rope_attention_scaling"] = _scales_attention(read, parameters)
   return keys

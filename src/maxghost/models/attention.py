@@ -4,7 +4,6 @@ B batch, T query positions, S key positions, D embed dim, H query heads, K key/v
 """
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -77,13 +76,14 @@ def attend(
   if in_ring(kernel, num_positions):
     return _around(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT, sinks_H, shape)
   q_BKGTh, k_BKSh, v_BKSh, sinks_BKGT = _grouped(q_BTHh, k_BSKh, v_BSKh, sinks_H)
-  operands = q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape
+  operands = k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape
   if kernel == "flash" or (kernel == "blockwise" and num_positions > SHORT):
-    out_BKGTh = attention_blockwise.attend(*operands)
+    out_BKGTh = attention_blockwise.attend(q_BKGTh, *operands)
   else:
     step = -(-num_positions // _BLOCKS) if kernel == "blockwise" else num_positions
-    bounds = [*range(0, num_positions, step), num_positions]
-    blocks = [_causal_block(*operands, start, end) for start, end in itertools.pairwise(bounds)]
+    starts = [*range(0, num_positions, step)]
+    queries = jnp.split(q_BKGTh, starts[1:], axis=3)  # its derivative joins the parts; that of slices adds padded ones
+    blocks = [_causal_block(q, *operands, start) for q, start in zip(queries, starts, strict=True)]
     out_BKGTh = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=3)
   return _ungrouped(out_BKGTh)
 
@@ -187,10 +187,11 @@ def _group_sinks(sinks, q_BKGTh):
   return group_heads(sinks_BTH[..., None], kv_heads)[..., 0]
 
 
-def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape: Shape, start: int, end: int):
-  """Attention of the query positions start..end over the keys that any of them may see."""
+def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape: Shape, start: int):
+  """Attention of queries, the first at position `start`, over the keys that any of them may see."""
+  end = start + q_BKGTh.shape[3]
   first = 0 if shape.window is None else max(0, start - shape.window + 1)
-  scores = shape.scores(q_BKGTh[:, :, :, start:end], k_BKSh[:, :, first:end])
+  scores = shape.scores(q_BKGTh, k_BKSh[:, :, first:end])
   segments = (None, None) if segment_ids_BT is None else (segment_ids_BT[:, start:end], segment_ids_BT[:, first:end])
   mask_BTS = shape.mask(jnp.arange(start, end), jnp.arange(first, end), *segments)
   # Finite, so that no gradient of a masked score is NaN. A position always sees itself.

@@ -47,8 +47,7 @@ class Ring:
 
   def starts(self, device, length: int):
     """Positions [N] where the chunks of `device` begin, in rows of which a chunk has `length`."""
-    numbers = [device, 2 * self.size - 1 - device] if self.chunks == 2 else [device]
-    return jnp.stack(numbers) * length
+    return jnp.stack([device, 2 * self.size - 1 - device] if self.chunks == 2 else [device]) * length
 
   def send(self, tree, places: int):
     """The arrays of the device that is `places` before this one."""

@@ -34,8 +34,7 @@ class MultiTokenLayer(nnx.Module):
   def __call__(self, hidden: Hidden, ahead_BTD, positions_BT, segment_ids_BT, dropout_key=None) -> Hidden:
     embedding_norm, hidden_norm, projection = (getattr(self, name) for name in self.names)
     both: Any = [embedding_norm(ahead_BTD), hidden_norm(hidden.x_BTD)]
-    x_BTD = constrain(projection(jnp.concatenate(both, -1)), HIDDEN)
-    hidden = dataclasses.replace(hidden, x_BTD=x_BTD)
+    hidden = dataclasses.replace(hidden, x_BTD=constrain(projection(jnp.concatenate(both, -1)), HIDDEN))
     return getattr(self, self.layer_name)(hidden, positions_BT, segment_ids_BT, dropout_key)
 
 

@@ -39,8 +39,7 @@ def clip(model: Any, peaks_LH, threshold: float) -> dict[str, Any]:
     if path[0] == "layers":  # stacked, perhaps in a cycle
       index = slice(index, None, peaks_LH.shape[0] // value.shape[0])
     mine = peaks_LH[index]
-    num_kv_heads = params[(*path[:-2], "key", "kernel")].shape[-2]
-    factor = factors(mine, num_kv_heads, threshold)[path[-2] == "key"]
+    factor = factors(mine, params[(*path[:-2], "key", "kernel")].shape[-2], threshold)[path[-2] == "key"]
     between = value.ndim - 1 - mine.ndim  # axes between those of the layers and the heads
     factor = factor.reshape(*factor.shape[:-1], *(1,) * between, factor.shape[-1], 1)
     before[slash_path(("decoder", *path))] = value

@@ -6,9 +6,13 @@ B batch, T positions, H heads, h head width, i index of a pair (of h / 2): the i
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 
 from maxghost.config.schema import ModelConfig
+from maxghost.parallel import shardings
+
+_MANY = 1 << 14  # angles for which a loop is worth its start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Rotary:
       return x_BTHh
     half, wide = x_BTHh.shape[-1] // 2, jnp.promote_types(x_BTHh.dtype, jnp.float32)
     angle_BT1i = positions_BT[:, :, None, None].astype(wide) * self.frequencies(half, wide)[None, None, None, :]
-    sin, cos = jnp.sin(angle_BT1i), jnp.cos(angle_BT1i)
+    sin, cos = _sines(angle_BT1i)
     if self.cfg.rope_type == "yarn" and self.cfg.rope_attention_scaling:
       scale = 0.1 * math.log(self.cfg.rope_factor) + 1.0  # Peng et al., arXiv:2309.00071, section 3.4
       sin, cos = sin * scale, cos * scale
@@ -58,3 +62,11 @@ class Rotary:
     first, last = max(first, 0), min(last, 2 * half - 1)
     width = last - first or 0.001
     return 1 - jnp.clip((jnp.arange(half, dtype=dtype) - first) / width, 0, 1)
+
+
+def _sines(angle):
+  """(sin, cos) of the angles. Many, on a CPU: in a loop, or XLA forms them again for every half of every head that they
+  turn, forward and backward, which costs more than attention's softmax."""
+  if angle.size < _MANY or shardings.platform() != "cpu":
+    return jnp.sin(angle), jnp.cos(angle)
+  return tuple(jax.lax.map(lambda i: jax.lax.switch(i, (jnp.sin, jnp.cos), angle), jnp.arange(2)))

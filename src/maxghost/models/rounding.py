@@ -111,8 +111,7 @@ def _drawn(share, axes, dtype, bound: float, divided):
   if divided:
     number += lax.axis_index(divided).astype(jnp.uint32) * np.uint32(share.shape[axes[-1]])
   facts, kind = jnp.finfo(share.dtype), jnp.dtype(f"int{share.dtype.itemsize * 8}")
-  bits = lax.bitcast_convert_type(jnp.maximum(jnp.abs(share), 2.0**-20), kind)
-  exponent = bits >> facts.nmant
+  exponent = lax.bitcast_convert_type(jnp.maximum(jnp.abs(share), 2.0**-20), kind) >> facts.nmant
   # Another order of a sum changes the last bits of a cotangent; exponents up to 2**-16 of the largest hardly change.
   octave = jnp.maximum(exponent - (facts.maxexp + math.frexp(bound)[1] - 18), 0)
   feature = 2 * octave + ((octave > 0) & (share > 0))

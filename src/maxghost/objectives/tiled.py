@@ -207,8 +207,7 @@ def _forward_vocab(head: Head, x, w, targets_BT) -> dict:
     logits, place = _vocab_tile(head, x, w_j, j, targets_BT, size)
     new_highest = jnp.maximum(highest, logits.max(-1))
     total = total * jnp.exp(highest - new_highest) + jnp.exp(logits - new_highest[..., None]).sum(-1)
-    own = jnp.where(place >= 0, label_of(logits, jnp.maximum(place, 0)), 0)
-    return (new_highest, total, label + own), None
+    return (new_highest, total, label + jnp.where(place >= 0, label_of(logits, jnp.maximum(place, 0)), 0)), None
 
   lowest = jnp.full(targets_BT.shape, -0.7 * jnp.finfo(head.wide).max, head.wide)
   init = (lowest, jnp.zeros_like(lowest), jnp.zeros_like(lowest))

@@ -86,8 +86,7 @@ def make_mesh(cfg: ParallelConfig, devices: Sequence):
   """A `jax.sharding.Mesh` with the axes of `mesh_shape` over all the devices. Raises ConfigError."""
   import jax
 
-  slices = num_slices(cfg, devices)
-  ici, dcn = mesh_shape(cfg, len(devices), slices)
+  ici, dcn = mesh_shape(cfg, len(devices), num_slices(cfg, devices))
   array = _arranged(list(devices), tuple(ici.values()), tuple(dcn.values()))
   return jax.sharding.Mesh(array, tuple(ici), axis_types=auto(tuple(ici)))
 

@@ -180,9 +180,7 @@ def platform() -> str:
 
 def num_parts(axis: str) -> int:
   """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
-  if (layout := current()) is None:
-    return 1
-  return layout.rules.parts(layout.rules.first(axis))
+  return 1 if (layout := current()) is None else layout.rules.parts(layout.rules.first(axis))
 
 
 def mapped(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:

@@ -114,8 +114,7 @@ class Engine:
     narrow, wide = self._widths[0], self._widths[-1]
     for length in (1, narrow + 1, wide + 1, wide + 1, wide + narrow + 1):  # the third begins as the one before
       if length < self.cache_size:
-        prefix = self.prefill(params, [0] * length)
-        state = self.insert(prefix, state, 0)
+        state = self.insert(self.prefill(params, [0] * length), state, 0)
     for visible in self._visible:
       state, _ = self._decode(params, state, visible)
     self._prefixes = Prefixes(self._prefixes.limit)
@@ -239,8 +238,7 @@ class Engine:
     return _split(jax.tree.map(put, kept, row)), seen_BV.at[slot].set(seen_V)
 
   def _add(self, params, kept, tokens_B, counts_B, *, visible: int):
-    model = nnx.merge(self._graphdef, params)
-    logits_BV, kept = add_token(model, tokens_B, counts_B, kept, visible)
+    logits_BV, kept = add_token(nnx.merge(self._graphdef, params), tokens_B, counts_B, kept, visible)
     return _split(kept), shardings.constrain(logits_BV, _LOGITS)
 
   def _seen(self, prompt: np.ndarray) -> np.ndarray:

@@ -123,8 +123,7 @@ class Generator:
     return tokens_BT, lengths_B
 
   def _read_prompts(self, state, tokens_BT, lengths_B, keys_B, num_new: int) -> dict[str, Any]:
-    model = nnx.merge(self._graphdef, state)
-    logits_BV, kept = read_prompts(model, tokens_BT, lengths_B, self._cache_size)
+    logits_BV, kept = read_prompts(nnx.merge(self._graphdef, state), tokens_BT, lengths_B, self._cache_size)
     batch, seen_BV = len(lengths_B), None
     if self._sampling.repetition_penalty != 1.0:
       real_BT = jnp.where(jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None], tokens_BT, logits_BV.shape[1])

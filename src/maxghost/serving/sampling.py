@@ -20,8 +20,7 @@ class Sampling:
   """temperature: logits are divided by it; 0 = the likeliest token. top_k: only the k likeliest; 0 = all.
   top_p: of these, only the likeliest ones that together reach this probability; 1 = all. min_p: only those at least
   min_p times as likely as the likeliest; 0 = all. repetition_penalty: before all that, positive logits of tokens of the
-  prompt and of the answer are divided by it, negative ones multiplied; 1 = none. Raises ConfigError.
-  """
+  prompt and of the answer are divided by it, negative ones multiplied; 1 = none. Raises ConfigError."""
 
   temperature: float = 0.0
   top_k: int = 0

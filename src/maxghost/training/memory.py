@@ -19,6 +19,7 @@ from flax import nnx
 from maxghost import config
 from maxghost.config.validate import ROUNDED
 from maxghost.ghost.attach import ScoredParam, Twin, attach
+from maxghost.models import stack
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices, state
 from maxghost.training.memory_report import MemoryEstimate, Row, Tensor
@@ -261,11 +262,13 @@ class Step:
     self.ring = apart and (in_blocks or m.attention == "blockwise")
     self.linear_attention = m.attention == "flash" or in_blocks or self.ring
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
+    with use(device.layout):
+      layers, apart = device.num_layers // m.inhomogeneous_layer_cycle_interval, self.walks_back or not m.scan_layers
+      self.remat_policy = stack.resolve(m.remat_policy, layers, apart or bool(m.segment_lengths))
     # Validation and training rows take turns if a layer's validation gradients are smaller than its inputs.
     stacked = [v for v in device.params.values() if v.stacked and not v.frozen]
     layer = sum(math.prod(v.whole[1:]) * jnp.dtype(v.dtype).itemsize for v in stacked)
-    tokens = self.ghost.ghost_val_batch_size * self.whole_length
-    inputs = tokens * self.embed * jnp.dtype(self.compute).itemsize
+    inputs = self.ghost.ghost_val_batch_size * self.whole_length * self.embed * jnp.dtype(self.compute).itemsize
     self.in_turn = self.walks_back and bool(m.segment_lengths) and layer < inputs
 
   @property
@@ -336,7 +339,7 @@ class Step:
     inputs = [*((count, n, why) for count, why in outer), (inner, widest, within)]
     held = [((count, tokens, self.embed), f"{why}, kept for the backward pass") for count, tokens, why in inputs]
     carries = [Tensor(shape, self.compute, why) for shape, why in held]
-    why = f"of {layers} layers, kept because remat_policy={self.model.remat_policy}"
+    why = f"of {layers} layers, kept because remat_policy={self.remat_policy}"
     kept = [Tensor((layers, n, width), dtype, f"{name} {why}") for name, width, dtype in self._kept_per_token()]
     if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
       whole = self.embed * self.device.part(self.model.base_mlp_dim, "activation_mlp")
@@ -354,12 +357,12 @@ class Step:
   def _kept_per_token(self) -> list[tuple[str, int, str]]:
     """(name, width, dtype) of the arrays that the remat policy keeps of every layer."""
     m, c, heads, kv, f, d = self.model, self.compute, self.heads, self.kv, self.feed_forward, self.embed
-    if m.remat_policy == "full":
+    if self.remat_policy == "full":
       return []
     kept = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
     kept += [("attention output projection", d, c)]
     kept += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
-    if m.remat_policy == "minimal":
+    if self.remat_policy == "minimal":
       return kept
     kept += [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
     weights = ("attention weights", self.whole_length * self.num_heads, "float32")

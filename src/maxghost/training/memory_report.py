@@ -208,7 +208,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
     yield {"attention": "blockwise"}, "about the same speed"
   if m.num_vocab_tiling < 64:
     yield {"num_vocab_tiling": max(2 * m.num_vocab_tiling, 4)}, "one more product of the head's size"
-  if m.remat_policy == "none":
+  if m.remat_policy in ("auto", "none"):
     yield {"remat_policy": "minimal"}, "recomputes what is elementwise, and attention"
   if o.mu_dtype == "float32":
     yield {"mu_dtype": "bfloat16"}, "first moments in 16 bits, 8 of them significant"
