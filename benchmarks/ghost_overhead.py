@@ -3,7 +3,8 @@
   python benchmarks/ghost_overhead.py [--rounds 9] [--agreement-steps 60] [--only WORD] [key=value ...]
 
 Shapes: GPT-2 small's layer (feed-forward 4 x D, head width 64, one GELU branch) at width 512, 4 layers, 256 positions,
-n = 16 training rows, V = 1 validation row and remat_policy=minimal. A row of the table is a line of ROWS: add one to measure more.
+n = 16 training rows, V = 1 validation row and remat_policy=minimal. A row of the table is a line of ROWS: add one to
+measure more.
 FLOPs are XLA's count of the same step with the layers unrolled; `memory` is the compiler's temporary memory.
 
 The last part trains the default model on its real data twice in lockstep, scored exactly and with rank-32 directions,

@@ -183,9 +183,10 @@ def overhead_table(results: dict[str, dict]) -> str:
     estimate = estimates.get(row["step"], {"FLOPs": "", "estimated": ""})
     rows.append(shown | {f"{device}: FLOPs": estimate["FLOPs"], f"{device}: time": estimate["estimated"]})
   intro = (
-    "What scoring costs: GPT-2 small's layer shapes at width 512, 16 training rows and one validation row, on CPU with\n"
-    "`remat_policy=minimal` (times measured in turns; memory: the compiler's temporaries); and of GPT-2 small by the TPU\n"
-    "compiler ahead of time, whose times are estimates. One validation row is a sixteenth of the training rows."
+    "What scoring costs: GPT-2 small's layer shapes at width 512, 16 training rows and one validation row, on CPU\n"
+    "with `remat_policy=minimal` (times measured in turns; memory: the compiler's temporaries); and of GPT-2 small\n"
+    "by the TPU compiler ahead of time, whose times are estimates. One validation row is a sixteenth of the training\n"
+    "rows."
   )
   by = f"By `benchmarks/ghost_overhead.py` on {described(found['machine'])}"
   if tpu["rows"]:
