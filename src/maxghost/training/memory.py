@@ -430,12 +430,8 @@ class Step:
       hidden += [Tensor((further, self.tokens, w), t, f"{what} {modules}") for what, w, t in self._kept_per_token()]
       hidden += [Tensor((further, self.tokens, 3 * d), c, f"inputs {modules}"), *self._working()]
     logits = [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")]
-    return {
-      "gradients": head,
-      CARRIES: [Tensor((carries, self.inner_tokens, d), c, why)],
-      WITHIN: hidden,
-      "logits": logits,
-    }
+    carried = [Tensor((carries, self.inner_tokens, d), c, why)]
+    return {"gradients": head, CARRIES: carried, WITHIN: hidden, "logits": logits}
 
   # Scores: validation gradients or their factors, validation rows, scores per token.
 
