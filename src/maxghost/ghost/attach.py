@@ -216,8 +216,8 @@ def prepare_twin(
 
 def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[probed.Use]:
   """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
-  of = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))  # noqa: E731
-  shapes = jax.tree.map(of, batch)
+  given = jax.eval_shape(lambda batch: batch, batch)  # in dtypes that JAX has
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), given)
   used: list[probed.Use] = []
   with setting(probed.recorder, used):
     jax.eval_shape(lambda params, rest, batch: loss_fn(twin.blank(params, rest), batch), *split(model), shapes)
