@@ -263,8 +263,8 @@ class Step:
     self.linear_attention = m.attention == "flash" or in_blocks or self.ring
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
     with use(device.layout):
-      layers, apart = device.num_layers // m.inhomogeneous_layer_cycle_interval, self.walks_back or not m.scan_layers
-      self.remat_policy = stack.resolve(m.remat_policy, layers, apart or bool(m.segment_lengths))
+      layers, alone = device.num_layers // m.inhomogeneous_layer_cycle_interval, self.walks_back or not m.scan_layers
+      self.remat_policy = stack.resolve(m.remat_policy, layers, alone or bool(m.segment_lengths))
     # Validation and training rows take turns if a layer's validation gradients are smaller than its inputs.
     stacked = [v for v in device.params.values() if v.stacked and not v.frozen]
     layer = sum(math.prod(v.whole[1:]) * jnp.dtype(v.dtype).itemsize for v in stacked)
