@@ -1,9 +1,10 @@
-"""Elimination of Gram matrices, by a loop and by the GPU's kernel run as plain operations, against numpy.
+"""Elimination of Gram matrices, by a loop and by the kernels run as plain operations, against numpy.
 
 r=11 columns, 3 x 2 matrices.
 """
 
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,7 +17,19 @@ from maxghost.parallel import shardings
 from maxghost.parallel.shardings import Layout, use
 
 RANK = 11
-WAYS = {"loop": low_rank.by_loop, "kernel": functools.partial(low_rank.by_kernel, interpret=True)}
+
+
+def for_tpu(gram, floor):
+  """In steps of four matrices, so that the last is filled up."""
+  with shardings.tracing_for("tpu"), mock.patch.object(low_rank, "_TOGETHER", 4):
+    return low_rank.by_kernel(gram, floor, interpret=True)
+
+
+WAYS = {
+  "loop": low_rank.by_loop,
+  "kernel": functools.partial(low_rank.by_kernel, interpret=True),
+  "TPU's kernel": for_tpu,
+}
 
 
 def grams(seed: int = 0) -> np.ndarray:
@@ -72,24 +85,30 @@ def test_not_a_number_stays_in_its_matrix(way):
   assert all(np.isfinite(pivots[i]).all() and np.isfinite(triangle[i]).all() for i in others)
 
 
-def test_the_kernel_on_a_mesh():
+@pytest.mark.parametrize("way", ["kernel", "TPU's kernel"])
+def test_the_kernel_on_a_mesh(way):
   """Every device eliminates all matrices, whatever the mesh."""
   cfg = config.replace(config.load(), ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
   gram = grams()
   floor = 1e-5 * np.einsum("abrr->abr", gram).max(-1)
-  alone = run("kernel", gram, floor)
+  alone = run(way, gram, floor)
   with use(Layout.of(cfg.parallel, jax.devices()[:4])):
-    on_mesh = run("kernel", gram, floor)
+    on_mesh = run(way, gram, floor)
   for a, b in zip(on_mesh, alone, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-13)
 
 
-def test_a_gpu_takes_the_kernel(monkeypatch):
+def test_a_gpu_and_a_tpu_take_the_kernel(monkeypatch):
   monkeypatch.setattr(low_rank, "by_kernel", lambda gram, floor: "kernel")
   monkeypatch.setattr(low_rank, "by_loop", lambda gram, floor: "loop")
-  for platform, rank, wanted in (("gpu", 32, "kernel"), ("gpu", 200, "loop"), ("cpu", 32, "loop"), ("tpu", 32, "loop")):
+  chosen = {"gpu": ("kernel", "kernel", "loop"), "tpu": ("kernel", "loop", "loop"), "cpu": ("loop", "loop", "loop")}
+  for platform, wanted in chosen.items():
     with shardings.tracing_for(platform):
-      assert low_rank.eliminate(np.ones((rank, rank)), np.ones(())) == wanted
+      found = tuple(
+        low_rank.eliminate(np.ones((rank, rank), dtype), np.ones((), dtype))
+        for rank, dtype in ((32, np.float32), (32, np.float64), (200, np.float32))
+      )
+    assert found == wanted, platform
 
 
 @pytest.mark.parametrize("rank", [11, 32, 128])
@@ -104,3 +123,13 @@ def test_the_kernel_lowers_for_a_gpu_without_one(rank):
     text = lowered.as_text()
     assert "__gpu$xla.gpu.triton" in text
     assert "ghost_eliminate" in text
+
+
+@pytest.mark.parametrize(("num", "rank"), [(1, 32), (12, 11), (3, 128)])
+def test_the_kernel_lowers_for_a_tpu_without_one(num, rank):
+  """To Mosaic's code; test_tpu_aot.py compiles it."""
+  shapes = jax.ShapeDtypeStruct((num, rank, rank), np.float32), jax.ShapeDtypeStruct((num,), np.float32)
+  with shardings.tracing_for("tpu"):
+    text = jax.jit(low_rank.eliminate).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+  assert "tpu_custom_call" in text
+  assert "ghost_eliminate" in text

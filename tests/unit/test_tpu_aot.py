@@ -1,4 +1,4 @@
-"""Attention kernels, the tiled head and streamed layers through the real TPU compiler, on a machine without a TPU."""
+"""Attention, the tiled head, factors and streamed layers through the real TPU compiler, on a machine without a TPU."""
 
 import dataclasses
 import re
@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config
+from maxghost.ghost import low_rank
 from maxghost.models import attention
 from maxghost.objectives import tiled, tiled_losses
 from maxghost.parallel import shardings
@@ -46,6 +47,14 @@ def compiled_for_tpu():
 def compile_for_tpu(compiled_for_tpu):
   """function, shapes -> the bytes of temporaries of its compilation for one v5e chip."""
   return lambda *arguments: compiled_for_tpu(*arguments).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("stack", "rank"), [((), 32), ((12,), 32), ((2, 3), 11), ((3,), 128)])
+def test_the_factors_of_a_direction_need_no_loop(stack, rank, compiled_for_tpu):
+  run = lambda u: low_rank.factor(u, rank, "u")  # noqa: E731
+  text = compiled_for_tpu(run, jax.ShapeDtypeStruct((*stack, 512, 384), jnp.float32)).as_text()
+  assert "ghost_eliminate" in text
+  assert " while(" not in text
 
 
 OPTIONS = {

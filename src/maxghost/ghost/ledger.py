@@ -134,6 +134,7 @@ def used(scored_params, grads: dict, parts: dict, facts: dict):
 def score_sums(scored_params, scores: dict):
   """(sum, sum of absolute values) of additive scores {label: [*stack, K, n(, T)]}, [K] each."""
   total, size = 0.0, 0.0
+  scores = jax.lax.optimization_barrier(scores)  # or XLA sums the scores' own terms once more, in a product's epilogue
   for param in scored_params:
     score = scores[param.label]
     # No reshape to [K, everything]: with layers before rows it would gather the rows of all devices.

@@ -23,6 +23,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 _LEAST_WEIGHT = 1e-4  # relative to the largest weight, since factors are divided by weights
 _WHITE = 1e-2  # relative to the mean eigenvalue of g gᵀ: weight of gradients unlike g in the norm of `factor_for`
 _LARGEST_RANK = 128  # up to which a matrix and its triangle stay in the registers of one thread block
+_TOGETHER = 8  # matrices in one step of the TPU's kernel
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
 
 
@@ -174,10 +175,11 @@ def eliminate(gram, floor):
   triangleᵀ gram triangle is diagonal with these pivots. floor [...]: a column with a pivot not above it does not enter
   later columns.
 
-  Without LAPACK, whose batched routines can deadlock in a jitted program on CPU. On a GPU one kernel handles all
-  matrices: an XLA loop launches several for each column, which took most of the time of the factors (docs/ghost.md).
+  Without LAPACK, whose batched routines can deadlock in a jitted program on CPU. On a GPU or TPU a kernel handles all
+  matrices: an XLA loop starts several for each column, which took most of the time of the factors (docs/figures.md).
   """
-  if shardings.platform() == "gpu" and gram.shape[-1] <= _LARGEST_RANK:
+  platform, rank = shardings.platform(), gram.shape[-1]
+  if rank <= _LARGEST_RANK and (platform == "gpu" or (platform == "tpu" and gram.dtype == jnp.float32)):
     return by_kernel(gram, floor)
   return by_loop(gram, floor)
 
@@ -203,45 +205,53 @@ def by_loop(gram, floor):
 
 
 def by_kernel(gram, floor, *, interpret: bool = False):
-  """As `eliminate`, by a Pallas kernel, one thread block per matrix. interpret: as plain operations, on any backend.
+  """As `eliminate`, by a Pallas kernel: a thread block of a GPU takes one matrix, a step of a TPU several, whose
+  operations overlap. interpret: as plain operations, on any backend.
 
   On a mesh every device eliminates all matrices, which are small, because a kernel is opaque to the partitioner.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
 
-  batch, rank = gram.shape[:-2], gram.shape[-1]
+  (*batch, rank, _), on_tpu = gram.shape, shardings.platform() == "tpu"
   num, size = math.prod(batch), max(16, 1 << (rank - 1).bit_length())  # Triton wants powers of two
-  grams = jnp.pad(gram.reshape(num, rank, rank), ((0, 0), (0, size - rank), (0, size - rank)))
-  square = pl.BlockSpec((1, size, size), lambda i: (i, 0, 0))
+  together = min(num, _TOGETHER) if on_tpu else 1
+  grams = jnp.pad(gram.reshape(num, rank, rank), ((0, -num % together), (0, size - rank), (0, size - rank)))
+  floors = jnp.pad(floor.reshape(num, 1, 1), ((0, -num % together), (0, 0), (0, 0)))
+  block = lambda *shape: pl.BlockSpec((together if on_tpu else None, *shape), lambda i: (i, 0, 0))  # noqa: E731
   run = pl.pallas_call(
-    functools.partial(_kernel, rank), grid=(num,), in_specs=[square, pl.BlockSpec((1, 1), lambda i: (i, 0))],
-    out_specs=[pl.BlockSpec((1, size), lambda i: (i, 0)), square],
-    out_shape=[jax.ShapeDtypeStruct((num, size), gram.dtype), jax.ShapeDtypeStruct(grams.shape, gram.dtype)],
-    compiler_params=triton.CompilerParams(num_warps=max(1, size * size // 1024)), interpret=interpret,
-    name="ghost_eliminate",
+    functools.partial(_kernel, rank), grid=(len(grams) // together,), in_specs=[block(size, size), block(1, 1)],
+    out_specs=[block(1, size), block(size, size)],
+    out_shape=[jax.ShapeDtypeStruct((len(grams), rows, size), gram.dtype) for rows in (1, size)],
+    compiler_params=None if on_tpu else triton.CompilerParams(num_warps=max(1, size * size // 1024)),
+    cost_estimate=pl.CostEstimate(flops=4 * rank * grams.size, bytes_accessed=2 * grams.nbytes, transcendentals=0),
+    interpret=interpret, name="ghost_eliminate",
   )  # fmt: skip
   if (layout := shardings.current()) is not None and layout.num_devices > 1:
     specs = PartitionSpec(), PartitionSpec()
     run = shardings.mapped(run, layout.mesh, specs, specs)
-  pivots, triangle = run(grams, floor.reshape(num, 1))
-  return pivots[:, :rank].reshape(*batch, rank), triangle[:, :rank, :rank].reshape(gram.shape)
+  pivots, triangle = run(grams, floors)
+  return pivots[:num, 0, :rank].reshape(*batch, rank), triangle[:num, :rank, :rank].reshape(gram.shape)
 
 
 def _kernel(rank: int, gram_ref, floor_ref, pivots_ref, triangle_ref):
-  """Selects rows and columns by sums over a mask: a block in registers cannot be indexed by a variable."""
-  gram, floor = gram_ref[0], floor_ref[0, 0]
-  rows, columns = (jax.lax.broadcasted_iota(jnp.int32, gram.shape, axis) for axis in (0, 1))
-  index = jax.lax.broadcasted_iota(jnp.int32, gram.shape[:1], 0)
+  """gram, triangle [..., r, r], floor [..., 1, 1], pivots [..., 1, r].
+
+  Selects rows and columns by sums over a mask: a block in registers cannot be indexed by a variable.
+  """
+  gram, floor = gram_ref[...], floor_ref[...]
+  rows, columns = (jax.lax.broadcasted_iota(jnp.int32, gram.shape, gram.ndim - axis) for axis in (2, 1))
+  index = jax.lax.broadcasted_iota(jnp.int32, pivots_ref.shape, gram.ndim - 1)
 
   def step(k, carry):
     gram, triangle = carry
-    row = jnp.sum(jnp.where(rows == k, gram, 0), 0)
-    pivot = jnp.sum(jnp.where(index == k, row, 0))
+    row = jnp.sum(jnp.where(rows == k, gram, 0), -2, keepdims=True)
+    pivot = jnp.sum(jnp.where(index == k, row, 0), -1, keepdims=True)
     inverse = jnp.where(pivot > floor, 1 / jnp.where(pivot > floor, pivot, 1), 0)
     multiplier = jnp.where(index > k, row * inverse, 0)
-    column = jnp.sum(jnp.where(columns == k, triangle, 0), 1)
-    return gram - row[:, None] * multiplier[None, :], triangle - column[:, None] * multiplier[None, :]
+    columns_k = (jnp.sum(jnp.where(columns == k, x, 0), -1, keepdims=True) for x in carry)
+    return tuple(x - column * multiplier for x, column in zip((gram, triangle), columns_k, strict=True))
 
   gram, triangle = jax.lax.fori_loop(0, rank, step, (gram, (rows == columns).astype(gram.dtype)))
-  pivots_ref[0], triangle_ref[0] = jnp.sum(jnp.where(rows == columns, gram, 0), 0), triangle
+  pivots_ref[...] = jnp.sum(jnp.where(rows == columns, gram, 0), -2, keepdims=True)
+  triangle_ref[...] = triangle
