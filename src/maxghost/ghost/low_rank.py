@@ -211,11 +211,14 @@ def by_kernel(gram, floor, *, interpret: bool = False):
   On a mesh every device eliminates all matrices, which are small, because a kernel is opaque to the partitioner.
   """
   from jax.experimental import pallas as pl
-  from jax.experimental.pallas import triton
 
   (*batch, rank, _), on_tpu = gram.shape, shardings.platform() == "tpu"
   num, size = math.prod(batch), max(16, 1 << (rank - 1).bit_length())  # Triton wants powers of two
-  together = min(num, _TOGETHER) if on_tpu else 1
+  together, params = min(num, _TOGETHER) if on_tpu else 1, None
+  if not on_tpu:
+    from jax.experimental.pallas import triton  # deprecated since JAX 0.12
+
+    params = triton.CompilerParams(num_warps=max(1, size * size // 1024))
   grams = jnp.pad(gram.reshape(num, rank, rank), ((0, -num % together), (0, size - rank), (0, size - rank)))
   floors = jnp.pad(floor.reshape(num, 1, 1), ((0, -num % together), (0, 0), (0, 0)))
   block = lambda *shape: pl.BlockSpec((together if on_tpu else None, *shape), lambda i: (i, 0, 0))  # noqa: E731
@@ -223,9 +226,8 @@ def by_kernel(gram, floor, *, interpret: bool = False):
     functools.partial(_kernel, rank), grid=(len(grams) // together,), in_specs=[block(size, size), block(1, 1)],
     out_specs=[block(1, size), block(size, size)],
     out_shape=[jax.ShapeDtypeStruct((len(grams), rows, size), gram.dtype) for rows in (1, size)],
-    compiler_params=None if on_tpu else triton.CompilerParams(num_warps=max(1, size * size // 1024)),
+    compiler_params=params, interpret=interpret, name="ghost_eliminate",
     cost_estimate=pl.CostEstimate(flops=4 * rank * grams.size, bytes_accessed=2 * grams.nbytes, transcendentals=0),
-    interpret=interpret, name="ghost_eliminate",
   )  # fmt: skip
   if (layout := shardings.current()) is not None and layout.num_devices > 1:
     specs = PartitionSpec(), PartitionSpec()
@@ -235,11 +237,8 @@ def by_kernel(gram, floor, *, interpret: bool = False):
 
 
 def _kernel(rank: int, gram_ref, floor_ref, pivots_ref, triangle_ref):
-  """gram, triangle [..., r, r], floor [..., 1, 1], pivots [..., 1, r].
-
-  Selects rows and columns by sums over a mask: a block in registers cannot be indexed by a variable.
-  """
-  gram, floor = gram_ref[...], floor_ref[...]
+  """Selects rows and columns by sums over a mask: a block in registers cannot be indexed by a variable."""
+  gram, floor = gram_ref[...], floor_ref[...]  # [..., r, r], [..., 1, 1]
   rows, columns = (jax.lax.broadcasted_iota(jnp.int32, gram.shape, gram.ndim - axis) for axis in (2, 1))
   index = jax.lax.broadcasted_iota(jnp.int32, pivots_ref.shape, gram.ndim - 1)
 
