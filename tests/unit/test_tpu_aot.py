@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config
-from maxghost.ghost import low_rank
+from maxghost.ghost import ledger, low_rank
 from maxghost.models import attention
 from maxghost.objectives import tiled, tiled_losses
 from maxghost.parallel import shardings
@@ -55,6 +56,20 @@ def test_the_factors_of_a_direction_need_no_loop(stack, rank, compiled_for_tpu):
   text = compiled_for_tpu(run, jax.ShapeDtypeStruct((*stack, 512, 384), jnp.float32)).as_text()
   assert "ghost_eliminate" in text
   assert " while(" not in text
+
+
+def test_sums_of_scores_stay_out_of_a_product(compiled_for_tpu):
+  """They are summed from the scores of tokens, not once more from the terms of these over features."""
+
+  def run(g, w, x, u_K):
+    b = jnp.einsum("nto,io->nti", g, w)
+    score = ((b * x)[None] * u_K[:, None, None]).astype(jnp.float32).sum(-1)
+    return b, score, ledger.score_sums([SimpleNamespace(label="scale", stack_shape=())], {"scale": score})
+
+  shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 512, 640), (384, 640), (8, 512, 384), (2, 384))]
+  sums = re.findall(r" reduce\(.*dimensions=\{([\d,]+)\}", compiled_for_tpu(run, *shapes).as_text())
+  assert "1,2" in sums
+  assert all(axes.count(",") < 2 for axes in sums)
 
 
 OPTIONS = {

@@ -176,10 +176,11 @@ def eliminate(gram, floor):
   later columns.
 
   Without LAPACK, whose batched routines can deadlock in a jitted program on CPU. On a GPU or TPU a kernel handles all
-  matrices: an XLA loop starts several for each column, which took most of the time of the factors (docs/figures.md).
+  matrices: an XLA loop starts several for each column, most of the factors' time on a GPU (docs/figures.md).
   """
-  platform, rank = shardings.platform(), gram.shape[-1]
-  if rank <= _LARGEST_RANK and (platform == "gpu" or (platform == "tpu" and gram.dtype == jnp.float32)):
+  wide = jax.dtypes.canonicalize_dtype(float) == jnp.float64  # then loops have a 64-bit index, which Mosaic refuses
+  platforms = ("gpu",) if wide else ("gpu", "tpu")
+  if gram.shape[-1] <= _LARGEST_RANK and shardings.platform() in platforms:
     return by_kernel(gram, floor)
   return by_loop(gram, floor)
 
@@ -214,11 +215,12 @@ def by_kernel(gram, floor, *, interpret: bool = False):
 
   (*batch, rank, _), on_tpu = gram.shape, shardings.platform() == "tpu"
   num, size = math.prod(batch), max(16, 1 << (rank - 1).bit_length())  # Triton wants powers of two
-  together, params = min(num, _TOGETHER) if on_tpu else 1, None
-  if not on_tpu:
+  if on_tpu:
+    together, params = min(num, _TOGETHER), None
+  else:
     from jax.experimental.pallas import triton  # deprecated since JAX 0.12
 
-    params = triton.CompilerParams(num_warps=max(1, size * size // 1024))
+    together, params = 1, triton.CompilerParams(num_warps=max(1, size * size // 1024))
   grams = jnp.pad(gram.reshape(num, rank, rank), ((0, -num % together), (0, size - rank), (0, size - rank)))
   floors = jnp.pad(floor.reshape(num, 1, 1), ((0, -num % together), (0, 0), (0, 0)))
   block = lambda *shape: pl.BlockSpec((together if on_tpu else None, *shape), lambda i: (i, 0, 0))  # noqa: E731
@@ -227,7 +229,6 @@ def by_kernel(gram, floor, *, interpret: bool = False):
     out_specs=[block(1, size), block(size, size)],
     out_shape=[jax.ShapeDtypeStruct((len(grams), rows, size), gram.dtype) for rows in (1, size)],
     compiler_params=params, interpret=interpret, name="ghost_eliminate",
-    cost_estimate=pl.CostEstimate(flops=4 * rank * grams.size, bytes_accessed=2 * grams.nbytes, transcendentals=0),
   )  # fmt: skip
   if (layout := shardings.current()) is not None and layout.num_devices > 1:
     specs = PartitionSpec(), PartitionSpec()
