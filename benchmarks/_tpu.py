@@ -5,7 +5,9 @@ Needs libtpu (`pip install '.[tpu]'`).
 
 import dataclasses
 import os
+import pathlib
 import re
+import tempfile
 from collections.abc import Callable
 
 import jax
@@ -32,6 +34,21 @@ def chip(name: str):
     platform="tpu", topology_name=topology, chip_config_name="default", chips_per_host_bounds=bounds, num_slices=1
   )
   return found.devices[0]
+
+
+def compiled_with_cycles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
+  """The program, and the cycles that the compiler's schedule gives its operations.
+
+  The schedule has no cycles for what runs beside other operations (copies, gathers on a SparseCore) and none for Pallas
+  kernels. NaN for a program with loops, whose bodies it counts once.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+    (path,) = pathlib.Path(folder).glob("*.after_codegen.txt")
+    text = path.read_text(encoding="utf-8")
+  entry = text[text.index("\nENTRY ") :]
+  cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
+  return compiled, float("nan") if " while(" in text else float(cycles)
 
 
 @dataclasses.dataclass(frozen=True)

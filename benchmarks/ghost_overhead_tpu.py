@@ -4,24 +4,20 @@
 
 Needs libtpu (`pip install '.[tpu]'`); without it this prints one line and stops. bfloat16 compute, 16,384 training
 tokens and one validation row, one chip; that row is a sixteenth of the rows of gpt2-small, an eighth of those of
-llama-1b. `estimated` is the compiler's own estimate of the seconds of a step, relative to the plain step: not a timing.
+llama-1b. Two estimates of the compiler, relative to the plain step; neither is a timing. `estimated` is XLA's roofline:
+seconds from the FLOPs and bytes of each operation, before it is scheduled. `cycles` are those of the scheduled
+operations, without copies and gathers that run beside them and without Pallas kernels (`_tpu.compiled_with_cycles`).
 XLA counts the body of a loop once, so layers are unrolled; steps of 1 and of 2 layers are compiled, and what the second
 one adds is counted once for each layer of the model. With ghost_val_every=4 one step of four has the validation pass,
 and three do not: both are compiled. --rows: rows whose name holds one of these texts, separated by |.
 """
 
-import os
+import math
 import sys
 import time
 
-os.environ |= {  # before JAX starts: libtpu may be loaded by several processes, and no cloud metadata is asked for
-  "JAX_PLATFORMS": "cpu",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-}
-
 import _measure
+import _tpu
 import jax
 import numpy as np
 from _measure import Figure
@@ -34,7 +30,6 @@ from maxghost.parallel import shardings
 from maxghost.training import scoring, state
 from maxghost.training.step import make_train_step
 
-CHIPS = {"v5e": ("v5e:1x1", (1, 1, 1)), "v5p": ("v5:2x2x1", (2, 2, 1)), "v6e": ("v6e:1x1", (1, 1, 1))}
 COMMON = (
   "ghost_val_batch_size=1", "dataset_type=synthetic", "ghost_val_sets=words", "dtype=bfloat16",
   "attention=dot_product", "scan_layers=false", "ghost_detail=total",
@@ -57,7 +52,7 @@ NAMES = (PLAIN, EXACT, RANK, EVERY, "two_pass exact, adam", "two_pass rank 32, 4
 def main() -> int:
   args = _measure.arguments(__doc__, chip="v5p", shape=",".join(SHAPES), rows="")
   shapes = args.shape.split(",")
-  for option, values, known in (("chip", [args.chip], CHIPS), ("shape", shapes, SHAPES)):
+  for option, values, known in (("chip", [args.chip], _tpu.CHIPS), ("shape", shapes, SHAPES)):
     if wrong := [value for value in values if value not in known]:
       print(f"--{option} {wrong[0]}: use one of {', '.join(known)}")
       return 2
@@ -69,8 +64,8 @@ def main() -> int:
   for shape in shapes:
     found = counted_steps(shape, args)
     for name, step in found.items():
-      flops, seconds, moved = (step[counter] / found[PLAIN][counter] for counter in COUNTERS)
-      row = {"shape": shape, "step": name, "FLOPs": flops, "estimated": seconds, "bytes": moved}
+      flops, seconds, moved, cycles = (step[counter] / found[PLAIN][counter] for counter in COUNTERS)
+      row = {"shape": shape, "step": name, "FLOPs": flops, "estimated": seconds, "cycles": cycles, "bytes": moved}
       rows.append(row | {"seconds": step[COUNTERS[1]]})
       said = f"{shape}, {name}, estimated time over plain ({args.chip})"
       figures.append(Figure(said, seconds, limit=TARGETS.get(name), form="{:.3f}"))
@@ -80,7 +75,7 @@ def main() -> int:
 
 def counted_steps(shape: str, args) -> dict[str, dict[str, float]]:
   """{row: the compiler's counters of its step}."""
-  device, (num_layers, keys) = chip(args.chip), SHAPES[shape]
+  device, (num_layers, keys) = _tpu.chip(args.chip), SHAPES[shape]
   found: dict[str, dict[str, float]] = {}
   for name in NAMES:
     if name not in (PLAIN, RANK) and not any(text in name for text in args.rows.split("|")):
@@ -93,31 +88,20 @@ def counted_steps(shape: str, args) -> dict[str, dict[str, float]]:
   return found
 
 
-COUNTERS = ("flops", "optimal_seconds", "bytes accessed")
+COUNTERS = ("flops", "optimal_seconds", "bytes accessed", "cycles")
 
 
 def counted(keys, device, num_layers: int, refresh: bool | None) -> dict[str, float]:
   """The compiler's counters of a step of `num_layers`, from those of 1 and of 2 layers; NaN where it has none."""
   costs = []
   for layers in (1, 2):
-    cost = compile_row((*keys, f"base_num_decoder_layers={layers}"), device, refresh).cost_analysis()
-    costs.append([value if (value := cost.get(name, -1.0)) > 0 else float("nan") for name in COUNTERS])
+    cost = compile_row((*keys, f"base_num_decoder_layers={layers}"), device, refresh)
+    costs.append([value if (value := cost.get(name, -1.0)) > 0 else math.nan for name in COUNTERS])
   return {name: one + (num_layers - 1) * (two - one) for name, one, two in zip(COUNTERS, *costs, strict=True)}
 
 
-def chip(name: str):
-  """One device of the topology, described by the TPU compiler."""
-  from jax.experimental import topologies
-
-  topology, bounds = CHIPS[name]
-  found = topologies.get_topology_desc(
-    platform="tpu", topology_name=topology, chip_config_name="default", chips_per_host_bounds=bounds, num_slices=1
-  )
-  return found.devices[0]
-
-
-def compile_row(keys, device, refresh: bool | None):
-  """The train step of one row, compiled for `device`. refresh: whether a step with ghost_val_every is a fresh one."""
+def compile_row(keys, device, refresh: bool | None) -> dict[str, float]:
+  """The compiler's counters of a row's train step. refresh: whether a step with ghost_val_every is a fresh one."""
   cfg = configuration.load(str(_measure.BASE), *keys)
 
   class Known(base.Stored):
@@ -143,7 +127,8 @@ def compile_row(keys, device, refresh: bool | None):
     graphdef, abstract = state.abstract_split(cfg)
     step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=3, num_sets=max(len(sets), 1))
     lowered = jax.jit(step, donate_argnums=0).lower(placed(abstract), placed(batch), placed(val_batches))
-  return lowered.compile()
+  compiled, cycles = _tpu.compiled_with_cycles(lowered)
+  return compiled.cost_analysis() | {"cycles": cycles}
 
 
 if __name__ == "__main__":

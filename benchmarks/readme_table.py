@@ -202,7 +202,7 @@ def tpu_table(results: dict[str, dict]) -> str:
     if figure["met"] is not None:
       shown = {"shape": row["shape"], "step": row["step"], "time / plain": row["estimated"]}
       shown |= {"wanted": f"{figure['wanted']}, {'met' if figure['met'] else '**missed**'}"}
-      rows.append(shown | {"FLOPs / plain": row["FLOPs"], "bytes / plain": row["bytes"]})
+      rows.append(shown | {f"{name} / plain": row.get(name, "") for name in ("cycles", "FLOPs", "bytes")})
   by = f"By `benchmarks/ghost_overhead_tpu.py`, libtpu {found['machine'].get('libtpu')}."
   return f"{_measure.markdown(rows)}\n\n{by}\n" if rows else ""
 

@@ -132,3 +132,31 @@ def test_the_kernel_lowers_for_a_tpu_without_one(num, rank):
     text = jax.jit(low_rank.eliminate).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
   assert "tpu_custom_call" in text
   assert "ghost_eliminate" in text
+
+
+MATRICES = {"a": (3, 2, 23, 37), "b": (1, 40, 29), "c": (2, 31, 26)}  # [..., I, O]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_matrices_of_several_parameters_have_the_factors_that_each_has_alone(wide):
+  rng, dtype = np.random.default_rng(3), np.float64 if wide else np.float32
+  with jax.enable_x64(wide), tiny.cheap_compilation():
+    us = [rng.normal(size=shape).astype(dtype) for shape in MATRICES.values()]
+    arguments = [(u, RANK, label) for u, label in zip(us, MATRICES, strict=True)]
+    together = low_rank.factor_all(arguments)
+    for one, found in zip(arguments, together, strict=True):
+      for a, b in zip(low_rank.factor(*one), found, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-10 if wide else 1e-3, atol=1e-11 if wide else 1e-4)
+
+
+def test_matrices_of_several_parameters_are_eliminated_at_once():
+  """By one kernel for each of the three orthonormalisations, here of 3 * 2 + 1 + 2 matrices."""
+
+  def run(us):
+    return low_rank.factor_all((u, RANK, label) for label, u in us.items())
+
+  shapes = {label: jax.ShapeDtypeStruct(shape, np.float32) for label, shape in MATRICES.items()}
+  with shardings.tracing_for("tpu"), mock.patch.object(low_rank, "by_kernel", wraps=low_rank.by_kernel) as kernel:
+    jax.eval_shape(run, shapes)
+  assert [call.args[0].shape for call in kernel.call_args_list] == 3 * [(9, RANK, RANK)]

@@ -139,20 +139,27 @@ class ScoredParam:
     groups = {depth + 1 + i: depth + i for i in range(parameter.groups)}
     return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
 
-  def factors(self, u):
-    """`low_rank.factor` of a direction [*stack, K, *parameter]: left, right, and captured [*stack, K]."""
-    axis, view = len(self.stack_shape), self.parameter
+  def factors_by_layer(self, u):
+    """As `factors`, one layer after another: sums over the mesh hold a whole side of each matrix, of all experts."""
 
-    def factor(u, batch_axes: int = 1):
-      return low_rank.factor(view.matrices(u, batch_axes), self.spec.rank, self.label, view.groups)
+    def factor(u):
+      return low_rank.factor(self.parameter.matrices(u, 1), self.spec.rank, self.label, self.parameter.groups)
 
-    if view.groups:
-      # Layer by layer: sums over the mesh hold a whole side of each matrix, of all experts at once.
-      run: Callable = factor
-      for _ in self.stack_shape:
-        run = functools.partial(jax.lax.map, run)
-      return run(u)
-    return tuple(jnp.moveaxis(x, 0, axis) for x in factor(jnp.moveaxis(u, axis, 0), axis + 1))
+    run: Callable = factor
+    for _ in self.stack_shape:
+      run = functools.partial(jax.lax.map, run)
+    return run(u)
+
+
+def factors(directions: Sequence[tuple[ScoredParam, Any]]) -> dict[str, tuple]:
+  """`low_rank.factor` of directions [*stack, K, *parameter]: {label: (left, right, captured [*stack, K])}."""
+  found = {param.label: param.factors_by_layer(u) for param, u in directions if param.parameter.groups}
+  plain = [(param, u, len(param.stack_shape)) for param, u in directions if not param.parameter.groups]
+  first = ((param, param.parameter.matrices(jnp.moveaxis(u, axis, 0), axis + 1)) for param, u, axis in plain)
+  factored = low_rank.factor_all((u, param.spec.rank, param.label) for param, u in first)
+  for (param, _, axis), parts in zip(plain, factored, strict=True):
+    found[param.label] = tuple(jnp.moveaxis(x, 0, axis) for x in parts)
+  return found
 
 
 def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None):
@@ -161,7 +168,7 @@ def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state:
   Directions with a rank are factored here, unless they are formed in the backward pass, which needs the optimizer's
   state. scalars: of the rule and this state, if they are known already.
   """
-  parts, captured = {}, {}
+  parts, to_factor = {}, []
   for param in scored:
     rule, axis = param.spec.rule, len(param.stack_shape)
     if state is not None and scalars is None:
@@ -173,11 +180,12 @@ def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state:
       kept = (state.arrays[name][param.label] for name in rule.reads(param.parameter))
       parts[param.label] = (stacked, *kept, jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape)))
     elif param.low_rank:
-      left, right, captured[param.label] = param.factors(stacked)
-      parts[param.label] = (left, right)
+      to_factor.append((param, stacked))
     else:
       parts[param.label] = (stacked,)
-  return parts, captured
+  factored = factors(to_factor)
+  parts |= {label: (left, right) for label, (left, right, _) in factored.items()}
+  return parts, {label: captured for label, (_, _, captured) in factored.items()}
 
 
 def direction_state(scored: Sequence[ScoredParam], parts: dict) -> nnx.State:

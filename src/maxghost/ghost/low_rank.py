@@ -10,8 +10,11 @@ Leading axes are batch axes: [..., I, O]. r rank.
 """
 
 import functools
+import itertools
 import math
 import zlib
+from collections.abc import Generator, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ _WHITE = 1e-2  # relative to the mean eigenvalue of g gᵀ: weight of gradients 
 _LARGEST_RANK = 128  # up to which a matrix and its triangle stay in the registers of one thread block
 _TOGETHER = 8  # matrices in one step of the TPU's kernel
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
+Eliminating = Generator[tuple[Any, bool], Any, Any]  # yields the arguments of `_triangle`, is sent its result
 
 
 def gains(rank: int, inputs: int, outputs: int) -> bool:
@@ -44,13 +48,21 @@ def rank_one_root(square_IO):
   return tuple(jnp.maximum(x, _LEAST_WEIGHT * jnp.max(x, -1, keepdims=True)) for x in (a, b))
 
 
-@jax.named_scope("ghost_factor")
 def factor(u, rank: int, label: str, groups: int = 0):
   """(left [..., I, r], right [..., r, O], captured [...]): u ~ left @ right, captured = |left right|² / |u|² in [0, 1].
 
   groups: last leading axes that number the parts of one direction, of which captured is the joint share. label: seeds
   Omega. Singular values below 5e-3 of the largest may be lost to float32 rounding, which captured shows.
   """
+  return factor_all([(u, rank, label, groups)])[0]
+
+
+def factor_all(arguments: Iterable[tuple]) -> list[tuple]:
+  """`factor` of each tuple of arguments, all of one rank, whose small matrices are eliminated together."""
+  return _together([_factoring(*one) for one in arguments])
+
+
+def _factoring(u, rank: int, label: str, groups: int = 0) -> Eliminating:
   u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
   omega = jax.random.normal(_key(label), (u.shape[-1], rank), u.dtype)
   q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape)))
@@ -58,14 +70,13 @@ def factor(u, rank: int, label: str, groups: int = 0):
   size = jnp.max(jnp.abs(q), (-2, -1), keepdims=True)
   scale = _one_over(size)
   # Between the two products; otherwise the columns of small singular values, now squared, would be lost to rounding.
-  z = orthonormal_rows(_transposed_matmul(q * scale, u) * scale, drop=False)
-  q = _matmul_transposed(u, z) * scale
-  q = orthonormalize(orthonormalize(q, drop=False), drop=True)
+  z = yield from orthonormal_rows(_transposed_matmul(q * scale, u) * scale, drop=False)
+  q = yield from orthonormalize(_matmul_transposed(u, z) * scale, drop=False)
+  q = yield from orthonormalize(q, drop=True)
   right = _transposed_matmul(q, u)
   return q, right, _share(right * scale, u * scale, size, groups)
 
 
-@jax.named_scope("ghost_factor")
 def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   """`factor` of u for products with gradients that resemble gradient [..., I, O], such as its examples' gradients.
 
@@ -77,6 +88,10 @@ def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   and |A - A Q Qᵀ|_F is at most 10 times the bound and never more than |A|_F. captured = |A Q|² / |A|²; a
   score is off by at most |diag(a)^-1 grad l_i diag(b)^-1|_F |A|_F (1 - captured)^(1/2). A zero gradient makes C flat.
   """
+  return _together([_factoring_for(gradient, weights, u, rank, label, groups)])[0]
+
+
+def _factoring_for(gradient, weights, u, rank: int, label: str, groups: int) -> Eliminating:
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u, g, a, b = (x.astype(wide) for x in (u, gradient, weights[0][..., :, None], weights[1][..., None, :]))
   ab = a * b
@@ -106,9 +121,10 @@ def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   first, second = (jax.random.normal(key, shape, wide) for key, shape in zip(keys, shapes, strict=True))
   y = g_across(jnp.broadcast_to(_raised(first, g), (*g.shape[:-2], *first.shape)))
   y += _WHITE**0.5 * _raised(second, y)
-  y = orthonormalize(across(orthonormal_rows(back(y), drop=False)), drop=False)
-  z = back(g_across(g_back(y)) + _WHITE * y)
-  z = orthonormal_rows(orthonormal_rows(z, drop=False), drop=True)
+  z = yield from orthonormal_rows(back(y), drop=False)
+  y = yield from orthonormalize(across(z), drop=False)
+  z = yield from orthonormal_rows(back(g_across(g_back(y)) + _WHITE * y), drop=False)
+  z = yield from orthonormal_rows(z, drop=True)
   left = _matmul_transposed(u, z * _raised(b, z))
   a, b, ab = (_raised(x, u) for x in (a, b, ab))
   return left, z / b, _share(a * left * scale, u * ab * scale, size, groups)
@@ -144,19 +160,43 @@ _matmul_transposed = functools.partial(jnp.einsum, "...io,...ro->...ir", precisi
 _transposed_matmul = functools.partial(jnp.einsum, "...ir,...io->...ro", precision=_HIGHEST)
 
 
-def orthonormalize(y, drop: bool):
+def orthonormalize(y, drop: bool) -> Eliminating:
   """y [..., I, r] C with C upper triangular, orthonormal up to rounding times the squared condition number of y, so to
   rounding if applied twice (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44, 2015).
 
   Columns that nearly depend on earlier ones become zero (drop), or are only enlarged for the next application (Fukaya
   et al., "Shifted Cholesky QR", SIAM J. Sci. Comput. 42, 2020).
   """
-  return _matmul(y, _triangle(_transposed_matmul(y, y), drop))
+  return _matmul(y, (yield _transposed_matmul(y, y), drop))
 
 
-def orthonormal_rows(z, drop: bool):
+def orthonormal_rows(z, drop: bool) -> Eliminating:
   """z [..., r, O] with orthonormal rows: `orthonormalize` of its transpose."""
-  return _transposed_matmul(_triangle(_matmul_transposed(z, z), drop), z)
+  return _transposed_matmul((yield _matmul_transposed(z, z), drop), z)
+
+
+@jax.named_scope("ghost_factor")
+def _together(factorings: list[Eliminating]) -> list:
+  """The results of factorings that ask for equally many triangles, which are formed in one call."""
+  results, asked = [], [next(factoring) for factoring in factorings]
+  while asked:
+    triangles, asked = _triangles(*zip(*asked, strict=True)), []
+    for factoring, triangle in zip(factorings, triangles, strict=True):
+      try:
+        asked.append(factoring.send(triangle))
+      except StopIteration as done:
+        results.append(done.value)
+  return results
+
+
+def _triangles(grams: tuple, drops: tuple) -> list:
+  """`_triangle` of each. One call has a loop or kernel for all: a few matrices would leave most of a GPU idle."""
+  if len(grams) == 1:
+    return [_triangle(*grams, *drops)]
+  (drop,), flat = set(drops), [gram.reshape(-1, *gram.shape[-2:]) for gram in grams]
+  ends = list(itertools.accumulate(len(matrices) for matrices in flat))
+  found = jnp.split(_triangle(jnp.concatenate(flat), drop), ends[:-1])
+  return [triangle.reshape(gram.shape).astype(gram.dtype) for triangle, gram in zip(found, grams, strict=True)]
 
 
 def _triangle(gram, drop: bool):
