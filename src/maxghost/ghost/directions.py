@@ -155,8 +155,8 @@ def factors(directions: Sequence[tuple[ScoredParam, Any]]) -> dict[str, tuple]:
   """`low_rank.factor` of directions [*stack, K, *parameter]: {label: (left, right, captured [*stack, K])}."""
   found = {param.label: param.factors_by_layer(u) for param, u in directions if param.parameter.groups}
   plain = [(param, u, len(param.stack_shape)) for param, u in directions if not param.parameter.groups]
-  first = ((param, param.parameter.matrices(jnp.moveaxis(u, axis, 0), axis + 1)) for param, u, axis in plain)
-  factored = low_rank.factor_all((u, param.spec.rank, param.label) for param, u in first)
+  sets_first = [param.parameter.matrices(jnp.moveaxis(u, axis, 0), axis + 1) for param, u, axis in plain]
+  factored = low_rank.factor_all((u, p.spec.rank, p.label) for u, (p, _, _) in zip(sets_first, plain, strict=True))
   for (param, _, axis), parts in zip(plain, factored, strict=True):
     found[param.label] = tuple(jnp.moveaxis(x, 0, axis) for x in parts)
   return found

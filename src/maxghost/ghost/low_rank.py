@@ -28,7 +28,7 @@ _WHITE = 1e-2  # relative to the mean eigenvalue of g gᵀ: weight of gradients 
 _LARGEST_RANK = 128  # up to which a matrix and its triangle stay in the registers of one thread block
 _TOGETHER = 8  # matrices in one step of the TPU's kernel
 _NEGLIGIBLE = 1e-3  # squared length of a column that an orthonormalisation could only enlarge, not make orthogonal
-Eliminating = Generator[tuple[Any, bool], Any, Any]  # yields the arguments of `_triangle`, is sent its result
+_Factoring = Generator[tuple[Any, bool], Any, Any]  # yields the arguments of `_triangle`, is sent its result
 
 
 def gains(rank: int, inputs: int, outputs: int) -> bool:
@@ -62,7 +62,7 @@ def factor_all(arguments: Iterable[tuple]) -> list[tuple]:
   return _together([_factoring(*one) for one in arguments])
 
 
-def _factoring(u, rank: int, label: str, groups: int = 0) -> Eliminating:
+def _factoring(u, rank: int, label: str, groups: int = 0) -> _Factoring:
   u = u.astype(jnp.promote_types(u.dtype, jnp.float32))
   omega = jax.random.normal(_key(label), (u.shape[-1], rank), u.dtype)
   q = _matmul(u, jnp.broadcast_to(omega, (*u.shape[:-2], *omega.shape)))
@@ -91,7 +91,7 @@ def factor_for(gradient, weights, u, rank: int, label: str, groups: int = 0):
   return _together([_factoring_for(gradient, weights, u, rank, label, groups)])[0]
 
 
-def _factoring_for(gradient, weights, u, rank: int, label: str, groups: int) -> Eliminating:
+def _factoring_for(gradient, weights, u, rank: int, label: str, groups: int) -> _Factoring:
   wide = jnp.promote_types(u.dtype, jnp.float32)
   u, g, a, b = (x.astype(wide) for x in (u, gradient, weights[0][..., :, None], weights[1][..., None, :]))
   ab = a * b
@@ -160,7 +160,7 @@ _matmul_transposed = functools.partial(jnp.einsum, "...io,...ro->...ir", precisi
 _transposed_matmul = functools.partial(jnp.einsum, "...ir,...io->...ro", precision=_HIGHEST)
 
 
-def orthonormalize(y, drop: bool) -> Eliminating:
+def orthonormalize(y, drop: bool) -> _Factoring:
   """y [..., I, r] C with C upper triangular, orthonormal up to rounding times the squared condition number of y, so to
   rounding if applied twice (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44, 2015).
 
@@ -170,14 +170,14 @@ def orthonormalize(y, drop: bool) -> Eliminating:
   return _matmul(y, (yield _transposed_matmul(y, y), drop))
 
 
-def orthonormal_rows(z, drop: bool) -> Eliminating:
+def orthonormal_rows(z, drop: bool) -> _Factoring:
   """z [..., r, O] with orthonormal rows: `orthonormalize` of its transpose."""
   return _transposed_matmul((yield _matmul_transposed(z, z), drop), z)
 
 
 @jax.named_scope("ghost_factor")
-def _together(factorings: list[Eliminating]) -> list:
-  """The results of factorings that ask for equally many triangles, which are formed in one call."""
+def _together(factorings: list[_Factoring]) -> list:
+  """The results of factorings, which run in step: the triangles that all ask for next are formed in one call."""
   results, asked = [], [next(factoring) for factoring in factorings]
   while asked:
     triangles, asked = _triangles(*zip(*asked, strict=True)), []
