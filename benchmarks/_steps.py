@@ -17,6 +17,11 @@ from maxghost.training import state
 from maxghost.training.devices import compiler_options, configure_jax
 from maxghost.training.step import make_train_step
 
+LLAMA_1B = (  # keys of one of its layers, and of its batch
+  "base_emb_dim=2048", "base_num_query_heads=32", "base_num_kv_heads=8", "head_dim=64", "base_mlp_dim=8192",
+  "vocab_size=128256", "logits_via_embedding=true", "max_target_length=2048", "per_device_batch_size=8",
+)  # fmt: skip
+
 
 def packed_batch(cfg: Config, num_rows: int, seed: int = 0, num_documents: int = 3) -> dict[str, np.ndarray]:
   """Rows of random tokens, each `num_documents` documents long, in the trainer's format: int32[B, T] by name."""

@@ -17,11 +17,12 @@ import sys
 import time
 
 import _measure
+import _steps
 import _tpu
 import jax
 import numpy as np
 from _measure import Figure
-from ghost_overhead import EXACT, PLAIN, ROWS
+from ghost_overhead import EVERY, EXACT, PLAIN, RANK_SGD, ROWS, TARGETS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config as configuration
@@ -39,14 +40,9 @@ SHAPES = {  # layers, keys
     "base_emb_dim=768", "base_num_query_heads=12", "base_num_kv_heads=12", "head_dim=64", "base_mlp_dim=3072",
     "mlp_activations=[gelu]", "vocab_size=50304", "max_target_length=1024", "per_device_batch_size=16",
   )),
-  "llama-1b": (16, (
-    "base_emb_dim=2048", "base_num_query_heads=32", "base_num_kv_heads=8", "head_dim=64", "base_mlp_dim=8192",
-    "vocab_size=128256", "logits_via_embedding=true", "max_target_length=2048", "per_device_batch_size=8",
-  )),
+  "llama-1b": (16, _steps.LLAMA_1B),
 }  # fmt: skip
-RANK, EVERY = "two_pass rank 32, sgd", "two_pass rank 32, validation every 4"
-TARGETS = {EXACT: 1.30, RANK: 1.10, EVERY: 1.05}
-NAMES = (PLAIN, EXACT, RANK, EVERY, "two_pass exact, adam", "two_pass rank 32, 4 validation sets")
+NAMES = (PLAIN, EXACT, RANK_SGD, EVERY, "two_pass exact, adam", "two_pass rank 32, 4 validation sets")
 
 
 def main() -> int:
@@ -78,12 +74,12 @@ def counted_steps(shape: str, args) -> dict[str, dict[str, float]]:
   device, (num_layers, keys) = _tpu.chip(args.chip), SHAPES[shape]
   found: dict[str, dict[str, float]] = {}
   for name in NAMES:
-    if name not in (PLAIN, RANK) and not any(text in name for text in args.rows.split("|")):
+    if name not in (PLAIN, RANK_SGD) and not any(text in name for text in args.rows.split("|")):
       continue
     begin, overrides = time.perf_counter(), (*COMMON, *keys, *ROWS[name].keys, *args.overrides)
     found[name] = step = counted(overrides, device, num_layers, refresh=False if name == EVERY else None)
     if name == EVERY:  # the first of four steps is that of the row before
-      found[name] = {counter: (found[RANK][counter] + 3 * step[counter]) / 4 for counter in step}
+      found[name] = {counter: (found[RANK_SGD][counter] + 3 * step[counter]) / 4 for counter in step}
     print(f"{shape}, {name}: compiled in {(time.perf_counter() - begin) / 60:.1f} min", file=sys.stderr, flush=True)
   return found
 

@@ -26,10 +26,10 @@ HEADLINES = {
     ("largest relative error of a score, float32", "bytes that differ after 20 steps, scores on and off")
   ),
   "ghost_overhead": {
-    "two_pass exact, sgd: time over that of plain step": "time of a step with exact scores over a plain one, CPU",
+    "two_pass exact, sgd: time over that of plain step": "exact scores: time over a plain step, CPU",
   },
   "ghost_overhead_gpu": {
-    "GPU, two_pass exact, sgd: time over that of plain step": "time of a step with exact scores over a plain one, H200",
+    "gpt2-small on a GPU, two_pass exact, sgd: time over plain": "exact scores: time over a plain step, H200",
   },
 }
 DOMAIN_COLUMNS = {
@@ -53,6 +53,7 @@ def main() -> int:
     PAGE: {
       "summary": summary(results),
       "overhead": overhead_table(results),
+      "gpu": gpu_table(results),
       "tpu": tpu_table(results),
       "memory": memory_table(results),
       "figures": figures_table(results),
@@ -192,6 +193,20 @@ def overhead_table(results: dict[str, dict]) -> str:
   if tpu["rows"]:
     by += f", and `benchmarks/ghost_overhead_tpu.py`, libtpu {tpu['machine'].get('libtpu')}"
   return f"{intro}\n\n{_measure.markdown(rows)}\n\n{by}.\n"
+
+
+def gpu_table(results: dict[str, dict]) -> str:
+  """The rows of ghost_overhead_gpu with the targets for their times."""
+  found = results.get("ghost_overhead_gpu", {"rows": (), "figures": (), "machine": {}})
+  targets = [figure for figure in found["figures"] if figure["wanted"]]
+  wanted = {figure["name"]: f"{figure['wanted']}, {_verdict(figure)}" for figure in targets}
+  rows = []
+  for row in found["rows"]:
+    figure = f"{row['shape']} on a GPU, {row['step']}: time over plain"
+    shown = {column: row[column] for column in ("shape", "step", "time / plain")} | {"wanted": wanted.get(figure, "")}
+    shown |= {"milliseconds": 1000 * row["median seconds"]}
+    rows.append(shown | {column: row[column] for column in ("memory / plain", "tokens/s")})
+  return f"{_measure.markdown(rows)}\n\nTaken on {described(found['machine'])}.\n" if rows else ""
 
 
 def tpu_table(results: dict[str, dict]) -> str:
