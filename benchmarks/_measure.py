@@ -69,6 +69,11 @@ def arguments(description: str, **options) -> argparse.Namespace:
   return parser.parse_args()
 
 
+def named(name: str, texts: str) -> bool:
+  """Whether `name` holds one of the texts, which are separated by |."""
+  return any(text in name for text in texts.split("|"))
+
+
 def take_turns(contenders: Mapping[str, Callable[[], float | None]], rounds: int, warmup: int = 1) -> dict:
   """{name: seconds of each round}. A contender does one measurement's work until it is really done; what it returns
   replaces the time around it. Every second round goes backwards, so that nobody always runs after the same one."""

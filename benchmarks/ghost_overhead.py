@@ -1,6 +1,6 @@
 """What scoring costs: the same train step with and without scores, in turns, the plain step = 1.00.
 
-  python benchmarks/ghost_overhead.py [--rounds 9] [--agreement-steps 60] [--only WORD] [key=value ...]
+  python benchmarks/ghost_overhead.py [--rounds 9] [--agreement-steps 60] [--only TEXT] [key=value ...]
 
 Shapes: GPT-2 small's layer (feed-forward 4 x D, head width 64, one GELU branch) at width 512, 4 layers, 256 positions,
 n = 16 training rows, V = 1 validation row and remat_policy=minimal. A row of the table is a line of ROWS: add one to
@@ -8,8 +8,9 @@ measure more.
 FLOPs are XLA's count of the same step with the layers unrolled; `memory` is the compiler's temporary memory.
 
 The last part trains the default model on its real data twice in lockstep, scored exactly and with rank-32 directions,
-and correlates the documents' scores of every step, for both directions. --only leaves out the rows that do not contain
-the word.
+and correlates the documents' scores of every step, for both directions.
+
+--only: rows whose name holds one of these texts, separated by |.
 """
 
 import dataclasses
@@ -88,8 +89,8 @@ ROWS = {
 
 def main() -> int:
   args = _measure.arguments(__doc__, rounds=9, agreement_steps=60, only="")
-  wanted = {PLAIN, EXACT, *(row.versus for name, row in ROWS.items() if args.only in name)}
-  chosen = {name: row for name, row in ROWS.items() if name in wanted or args.only in name}
+  wanted = {PLAIN, EXACT, *(row.versus for name, row in ROWS.items() if _measure.named(name, args.only))}
+  chosen = {name: row for name, row in ROWS.items() if name in wanted or _measure.named(name, args.only)}
   steps, flops = {}, {}
   for name, row in chosen.items():
     cfg = config(row.keys, args.overrides)
@@ -163,9 +164,11 @@ def materialised(plain, overrides):
   return run
 
 
-def table_row(name: str, seconds, steps, flops) -> dict:
+def table_row(name: str, seconds, steps, flops=None) -> dict:
+  """flops: {step: FLOPs} where they are counted, else the row has no such column."""
   row = {"step": name, "time / plain": _measure.ratio(seconds, name, PLAIN)}
-  row["FLOPs / plain"] = flops[name] / flops[PLAIN] if flops.get(name) else ""
+  if flops is not None:
+    row["FLOPs / plain"] = flops[name] / flops[PLAIN] if flops.get(name) else ""
   row["memory / plain"] = steps[name].temporary_bytes / steps[PLAIN].temporary_bytes if name in steps else ""
   row["median seconds"] = statistics.median(seconds[name])
   return row

@@ -43,7 +43,7 @@ def main() -> int:
   if jax.default_backend() != "gpu":
     print(f"skipped: JAX sees no GPU, only {jax.default_backend()}; pip install '.[gpu]' on a machine that has one")
     return 0
-  wanted = [name for name in ROWS if name not in LEFT_OUT and any(text in name for text in args.only.split("|"))]
+  wanted = [name for name in ROWS if name not in LEFT_OUT and _measure.named(name, args.only)]
   chosen = {name: row for name, row in ROWS.items() if name in (PLAIN, EXACT, *wanted)}
   steps = {}
   for name, row in chosen.items():
@@ -55,7 +55,8 @@ def main() -> int:
   seconds = _measure.take_turns(contenders, args.rounds, warmup=2)
   rate = product_flops / statistics.median(seconds.pop("matrix product"))
   cfg = config(args.shape, (), args.overrides)
-  rows = [shown(name, args.shape, seconds, steps) | speed(cfg, seconds[name], rate) for name in steps]
+  # Without FLOPs: on a GPU XLA's count leaves out what it gives to libraries, which depends on its tuning.
+  rows = [{"shape": args.shape} | table_row(n, seconds, steps) | speed(cfg, seconds[n], rate) for n in steps]
   said, plain = f"{args.shape} on a GPU", statistics.median(seconds[PLAIN])
   figures = [
     Figure(f"{said}, {name}: time over plain", _measure.ratio(seconds, name, PLAIN), TARGETS.get(name), form="{:.3f}")
@@ -70,12 +71,6 @@ def main() -> int:
 def config(shape: str, keys, overrides):
   """The configuration of one row."""
   return configuration.load(str(_measure.BASE), *COMMON, *SHAPES[shape], *keys, *overrides)
-
-
-def shown(name: str, shape: str, seconds, steps) -> dict:
-  """A row of the table. XLA's count of FLOPs is not in it: it leaves out what libraries compute, as tuning chooses."""
-  row = table_row(name, seconds, steps, flops={})
-  return {"shape": shape} | {column: value for column, value in row.items() if column != "FLOPs / plain"}
 
 
 def several(step, count: int) -> float:

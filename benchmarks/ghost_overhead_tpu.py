@@ -74,7 +74,7 @@ def counted_steps(shape: str, args) -> dict[str, dict[str, float]]:
   device, (num_layers, keys) = _tpu.chip(args.chip), SHAPES[shape]
   found: dict[str, dict[str, float]] = {}
   for name in NAMES:
-    if name not in (PLAIN, RANK_SGD) and not any(text in name for text in args.rows.split("|")):
+    if name not in (PLAIN, RANK_SGD) and not _measure.named(name, args.rows):
       continue
     begin, overrides = time.perf_counter(), (*COMMON, *keys, *ROWS[name].keys, *args.overrides)
     found[name] = step = counted(overrides, device, num_layers, refresh=False if name == EVERY else None)

@@ -1,6 +1,6 @@
 """What a long and deep step takes on a GPU, run for real: memory and time of segments, streamed weights and scores.
 
-  python benchmarks/memory_gpu.py [--steps 3] [--only WORD] [key=value ...]
+  python benchmarks/memory_gpu.py [--steps 3] [--only TEXT] [key=value ...]
 
 The decoder of memory.py (48 layers of width 2048, 2.1 billion parameters, bfloat16, tiled head) on one row of 16,384
 tokens with cuDNN's attention. `temporaries`, `arguments` and `host` are XLA's count of the compiled step; `in use` is
@@ -43,7 +43,7 @@ def main() -> int:
   if jax.default_backend() != "gpu":
     print(f"skipped: JAX sees no GPU, only {jax.default_backend()}; pip install '.[gpu]' on a machine that has one")
     return 0
-  names = [name for name in ROWS if args.only in name]
+  names = [name for name in ROWS if _measure.named(name, args.only)]
   rows = [measure(name, args) for name in names]
   found = {row["step"]: row for row in rows}
   pairs = [(found[name], found[base]) for name in names for base in names if name == f"{base}, with scores"]

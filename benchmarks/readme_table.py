@@ -97,9 +97,8 @@ def headlines(results: dict[str, dict]) -> str:
     verdicts += [figure["met"] for figure in figures if figure["met"] is not None]
     for figure in figures:
       if figure["name"] in HEADLINES.get(name, {}):
-        state = f"{figure['wanted']}, {_verdict(figure)}" if figure["met"] is not None else ""
         shown = HEADLINES[name][figure["name"]] or figure["name"]
-        rows.append({"figure": shown, "value": figure["shown"], "target": state,
+        rows.append({"figure": shown, "value": figure["shown"], "target": _target(figure),
                      "command": f"`benchmarks/{name}.py`"})  # fmt: skip
   if not rows:
     return ""
@@ -138,9 +137,7 @@ def figures_table(results: dict[str, dict]) -> str:
   rows, machines = [], []
   for name in in_order(results):
     for figure in results[name]["figures"]:
-      state = {True: "met", False: "**missed**", None: ""}[figure["met"]]
-      wanted = f"{figure['wanted']}, {state}" if state else ""
-      rows.append({"figure": figure["name"], "value": figure["shown"], "target": wanted,
+      rows.append({"figure": figure["name"], "value": figure["shown"], "target": _target(figure),
                    "command": f"`benchmarks/{name}.py`"})  # fmt: skip
     machines.append(described(results[name]["machine"]))
   if not rows:
@@ -172,7 +169,7 @@ def overhead_table(results: dict[str, dict]) -> str:
     step, _, base = figure["name"].partition(": time over that of ")
     if base:
       of = "" if base == "plain step" else f" of {base}"
-      wanted[step] = f"{figure['wanted']}{of}, {_verdict(figure)}"
+      wanted[step] = _target(figure, of)
   tpu = results.get("ghost_overhead_tpu", {"rows": (), "figures": (), "machine": {}})
   estimates = {row["step"]: row for row in tpu["rows"] if row.get("shape", "gpt2-small") == "gpt2-small"}
   chips = {figure["name"].rpartition("(")[2].rstrip(")") for figure in tpu["figures"]}
@@ -198,8 +195,7 @@ def overhead_table(results: dict[str, dict]) -> str:
 def gpu_table(results: dict[str, dict]) -> str:
   """The rows of ghost_overhead_gpu with the targets for their times."""
   found = results.get("ghost_overhead_gpu", {"rows": (), "figures": (), "machine": {}})
-  targets = [figure for figure in found["figures"] if figure["wanted"]]
-  wanted = {figure["name"]: f"{figure['wanted']}, {_verdict(figure)}" for figure in targets}
+  wanted = {figure["name"]: _target(figure) for figure in found["figures"]}
   rows = []
   for row in found["rows"]:
     figure = f"{row['shape']} on a GPU, {row['step']}: time over plain"
@@ -216,14 +212,15 @@ def tpu_table(results: dict[str, dict]) -> str:
   for row, figure in zip(found["rows"], found["figures"], strict=True):
     if figure["met"] is not None:
       shown = {"shape": row["shape"], "step": row["step"], "time / plain": row["estimated"]}
-      shown |= {"wanted": f"{figure['wanted']}, {'met' if figure['met'] else '**missed**'}"}
+      shown["wanted"] = _target(figure)
       rows.append(shown | {f"{name} / plain": row.get(name, "") for name in ("cycles", "FLOPs", "bytes")})
   by = f"By `benchmarks/ghost_overhead_tpu.py`, libtpu {found['machine'].get('libtpu')}."
   return f"{_measure.markdown(rows)}\n\n{by}\n" if rows else ""
 
 
-def _verdict(figure: dict) -> str:
-  return "met" if figure["met"] else f"**missed** ({figure['shown']})"
+def _target(figure: dict, of: str = "") -> str:
+  """What the figure should reach and whether it does; nothing where it has no target."""
+  return "" if figure["met"] is None else f"{figure['wanted']}{of}, {'met' if figure['met'] else '**missed**'}"
 
 
 def memory_table(results: dict[str, dict]) -> str:
