@@ -280,6 +280,24 @@ def test_later_override_wins_and_is_noted():
   assert loaded.notes == ("steps=5 (command line) is overridden by the later steps=6",)
 
 
+def test_a_key_that_the_run_does_not_read_is_noted(tmp_path):
+  write(tmp_path / "mine.yml", "sgd_momentum: 0.5\nlora_alpha: 8.0\n")  # the second is the default
+  loaded = config.load_with_origins(tmp_path / "mine.yml", "ghost_select_fraction=0.25")
+  assert loaded.notes == (
+    f"sgd_momentum=0.5 ({tmp_path}/mine.yml:1) is not read with opt_type=adamw",
+    "ghost_select_fraction=0.25 (command line) is not read with ghost_select=none",
+  )
+  assert config.load_with_origins(tmp_path / "mine.yml", "opt_type=sgd").notes == ()
+  config.save(loaded.config, tmp_path / "config.yml")
+  assert config.load_with_origins(tmp_path / "config.yml").notes == ()  # said when the run began
+
+
+def test_validation_sets_with_objectives_of_their_own_read_their_keys():
+  keys = ("objective=sft", "dpo_beta=0.3", "ghost_val_sets=[pairs=*.jsonl@dpo]")
+  assert config.load_with_origins(*keys[:2]).notes == ("dpo_beta=0.3 (command line) is not read with objective=sft",)
+  assert not any("not read" in note for note in config.load_with_origins(*keys).notes)
+
+
 def misspellings(key):
   for i in range(len(key)):
     yield key[:i] + key[i + 1 :]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,19 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
     model = _read_model_file(model_name, [*folders, files.config_dir()], problems)
-  return _resolve((base, model, command), problems, notes)
+  loaded = _resolve((base, model, command), problems, notes)
+  own = (COMMAND_LINE,) if resolved or path is None else (COMMAND_LINE, f"{path}:")
+  return loaded._replace(notes=(*loaded.notes, *_unread(loaded, own)))
+
+
+def _unread(loaded: Loaded, own: tuple[str, ...]) -> Iterator[str]:
+  """A note for each value of these origins, other than the default, that no run of the configuration reads."""
+  flat, by_set = loaded.config.flat(), any(loaded.config.data.validation_objectives)
+  for name, field in fields().items():
+    (other, _, found), origin = field.metadata["unread"].partition("="), loaded.origins[name]
+    read = not other or values.shown(flat[other]) not in found.split("|") or (other == "objective" and by_set)
+    if not read and flat[name] != field.default and origin.startswith(own):
+      yield f"{name}={values.shown(flat[name])} ({origin}) is not read with {other}={values.shown(flat[other])}"
 
 
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:

@@ -2,7 +2,8 @@
 
 A user's YAML is flat; here each component has a frozen section of its own. A key is a dataclass field made by
 `key(...)`; configs/base.yml explains it in the comment above its default, which `maxghost train --help` prints. To add
-a key, write its field here, its lines there, its reader, and a check in validate.py where it can contradict another.
+a key, write its field here, its lines there, its reader, and a check in validate.py where it can contradict another, or
+`unread` where another one turns it off.
 """
 
 import dataclasses
@@ -19,11 +20,14 @@ from maxghost.config.values import HOST_MEMORY, MOST, ConfigError
 WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that are not trained
 
 
-def key(default: Any, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None) -> Any:
-  """A config field; `choices` or `minimum`/`maximum` bound the value."""
+def key(default: Any, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None,
+        unread: str = "") -> Any:  # fmt: skip
+  """A config field; `choices` or `minimum`/`maximum` bound the value. unread: "other=a|b", values of another key with
+  which no run reads this one; then a note says so."""
   if maximum is None and type(default) is int:
     maximum = MOST
-  return dataclasses.field(default=default, metadata={"choices": choices, "minimum": minimum, "maximum": maximum})
+  limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
+  return dataclasses.field(default=default, metadata=limits | {"unread": unread})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,15 +74,15 @@ class ModelConfig:
   normalization_layer_epsilon: float = key(1e-5, minimum=0.0)
   trainable_position_size: int = key(-1, minimum=-1)
   rope_type: str = key("default", choices=("default", "llama3.1", "yarn", "none"))
-  rope_max_timescale: float = key(10000.0, minimum=1.0)
-  rope_factor: float = key(1.0, minimum=1.0)
-  original_max_position_embeddings: int = key(8192, minimum=1)
-  rope_low_freq_factor: float = key(1.0, minimum=1e-6)
-  rope_high_freq_factor: float = key(4.0, minimum=1e-6)
-  beta_fast: float = key(32.0, minimum=1e-6)
-  beta_slow: float = key(1.0, minimum=1e-6)
-  rope_truncate: bool = key(True)
-  rope_attention_scaling: bool = key(True)
+  rope_max_timescale: float = key(10000.0, minimum=1.0, unread="rope_type=none")
+  rope_factor: float = key(1.0, minimum=1.0, unread="rope_type=default|none")
+  original_max_position_embeddings: int = key(8192, minimum=1, unread="rope_type=default|none")
+  rope_low_freq_factor: float = key(1.0, minimum=1e-6, unread="rope_type=default|yarn|none")
+  rope_high_freq_factor: float = key(4.0, minimum=1e-6, unread="rope_type=default|yarn|none")
+  beta_fast: float = key(32.0, minimum=1e-6, unread="rope_type=default|llama3.1|none")
+  beta_slow: float = key(1.0, minimum=1e-6, unread="rope_type=default|llama3.1|none")
+  rope_truncate: bool = key(True, unread="rope_type=default|llama3.1|none")
+  rope_attention_scaling: bool = key(True, unread="rope_type=default|llama3.1|none")
   attention_bias: bool = key(False)
   attention_sink: bool = key(False)
   attn_logits_soft_cap: float = key(0.0, minimum=0.0)
@@ -87,13 +91,13 @@ class ModelConfig:
   inhomogeneous_layer_cycle_interval: int = key(1, minimum=1)
   use_qk_norm: bool = key(False)
   use_qk_clip: bool = key(False)
-  qk_clip_threshold: float = key(100.0, minimum=1e-3)
+  qk_clip_threshold: float = key(100.0, minimum=1e-3, unread="use_qk_clip=false")
   num_experts: int = key(1, minimum=1, maximum=10**6)
   num_experts_per_tok: int = key(1, minimum=1)
-  base_moe_mlp_dim: int = key(-1, minimum=-1)
-  norm_topk_prob: bool = key(True)
+  base_moe_mlp_dim: int = key(-1, minimum=-1, unread="num_experts=1")
+  norm_topk_prob: bool = key(True, unread="num_experts=1")
   load_balance_loss_weight: float = key(0.0, minimum=0.0)
-  sparse_matmul: bool = key(True)
+  sparse_matmul: bool = key(True, unread="num_experts=1")
   dropout_rate: float = key(0.0, minimum=0.0, maximum=0.999)
   dtype: str = key("float32", choices=("float32", "bfloat16", "float64"))
   weight_dtype: str = key("float32", choices=("float32", "bfloat16", "float64"))
@@ -108,9 +112,9 @@ class ModelConfig:
   z_loss_multiplier: float = key(0.0, minimum=0.0)
   final_logits_soft_cap: float = key(0.0, minimum=0.0)
   mtp_num_layers: int = key(0, minimum=0, maximum=64)
-  mtp_loss_scaling_factor: float = key(0.1, minimum=1e-6)
+  mtp_loss_scaling_factor: float = key(0.1, minimum=1e-6, unread="mtp_num_layers=0")
   num_vocab_tiling: int = key(1, minimum=1)
-  vocab_tiling_axis: str = key("tokens", choices=("tokens", "vocab"))
+  vocab_tiling_axis: str = key("tokens", choices=("tokens", "vocab"), unread="num_vocab_tiling=1")
 
   @property
   def stacked_segments(self) -> tuple[int, ...]:
@@ -131,7 +135,7 @@ class DataConfig:
   train_data_columns: tuple[str, ...] = key(("text",))
   document_fields: tuple[str, ...] = key(())
   chat_template_path: str = key("")
-  sft_train_on_completion_only: bool = key(True)
+  sft_train_on_completion_only: bool = key(True, unread="objective=next_token")
   dataset_mixture: tuple[str, ...] = key(())
   dataset_exclude_file: str = key("")
   dataset_include_file: str = key("")
@@ -195,29 +199,29 @@ class OptimizerConfig:
   learning_rate: float = key(1e-3, minimum=0.0)
   lr_schedule_type: str = key("cosine", choices=("cosine", "wsd", "constant"))
   warmup_steps_fraction: float = key(0.2, minimum=0.0, maximum=1.0)
-  wsd_decay_steps_fraction: float = key(0.1, minimum=0.0, maximum=1.0)
-  learning_rate_final_fraction: float = key(0.1, minimum=0.0, maximum=1.0)
-  adam_b1: float = key(0.9, minimum=0.0, maximum=0.999999)
-  adam_b2: float = key(0.95, minimum=0.0, maximum=0.999999)
-  adam_eps: float = key(1e-8, minimum=0.0)
-  adam_weight_decay: float = key(0.1, minimum=0.0)
-  mu_dtype: str = key("float32", choices=("float32", "bfloat16"))
-  sgd_momentum: float = key(0.0, minimum=0.0, maximum=0.999999)
-  muon_beta: float = key(0.95, minimum=0.0, maximum=0.999999)
-  muon_weight_decay: float = key(0.0, minimum=0.0)
-  muon_consistent_rms: float = key(0.0, minimum=0.0)
+  wsd_decay_steps_fraction: float = key(0.1, minimum=0.0, maximum=1.0, unread="lr_schedule_type=cosine|constant")
+  learning_rate_final_fraction: float = key(0.1, minimum=0.0, maximum=1.0, unread="lr_schedule_type=constant")
+  adam_b1: float = key(0.9, minimum=0.0, maximum=0.999999, unread="opt_type=sgd")
+  adam_b2: float = key(0.95, minimum=0.0, maximum=0.999999, unread="opt_type=sgd")
+  adam_eps: float = key(1e-8, minimum=0.0, unread="opt_type=sgd")
+  adam_weight_decay: float = key(0.1, minimum=0.0, unread="opt_type=sgd")
+  mu_dtype: str = key("float32", choices=("float32", "bfloat16"), unread="opt_type=sgd")
+  sgd_momentum: float = key(0.0, minimum=0.0, maximum=0.999999, unread="opt_type=adamw|muon")
+  muon_beta: float = key(0.95, minimum=0.0, maximum=0.999999, unread="opt_type=adamw|sgd")
+  muon_weight_decay: float = key(0.0, minimum=0.0, unread="opt_type=adamw|sgd")
+  muon_consistent_rms: float = key(0.0, minimum=0.0, unread="opt_type=adamw|sgd")
   trainable_parameters_mask: tuple[str, ...] = key(())
   gradient_accumulation_steps: int = key(1, minimum=1)
   gradient_clipping_threshold: float = key(1.0, minimum=0.0)
-  dpo_algo: str = key("sigmoid", choices=plugins.PREFERENCE_LOSSES)
-  dpo_beta: float = key(0.1, minimum=1e-6)
-  dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999)
-  orpo_lambda: float = key(0.1, minimum=0.0)
-  simpo_gamma: float = key(0.5, minimum=0.0)
+  dpo_algo: str = key("sigmoid", choices=plugins.PREFERENCE_LOSSES, unread="objective=next_token|sft|distill|grpo")
+  dpo_beta: float = key(0.1, minimum=1e-6, unread="objective=next_token|sft|distill|grpo")
+  dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999, unread="objective=next_token|sft|distill|grpo")
+  orpo_lambda: float = key(0.1, minimum=0.0, unread="objective=next_token|sft|distill|grpo")
+  simpo_gamma: float = key(0.5, minimum=0.0, unread="objective=next_token|sft|distill|grpo")
   distill_teacher: str = key("")
-  distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0)
-  distill_temperature: float = key(1.0, minimum=1e-3)
-  distill_kl: str = key("forward", choices=("forward", "reverse"))
+  distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0, unread="objective=next_token|sft|dpo|grpo")
+  distill_temperature: float = key(1.0, minimum=1e-3, unread="objective=next_token|sft|dpo|grpo")
+  distill_kl: str = key("forward", choices=("forward", "reverse"), unread="objective=next_token|sft|dpo|grpo")
   distill_top_k: int = key(0, minimum=0)
 
 
@@ -225,18 +229,18 @@ class OptimizerConfig:
 class RolloutConfig:
   """Reinforcement learning (objective=grpo): the model's own answers, their rewards and the loss on them."""
 
-  num_generations: int = key(8, minimum=2)
-  num_iterations: int = key(1, minimum=1)
-  max_completion_length: int = key(64, minimum=1)
-  decode_sampling_temperature: float = key(1.0, minimum=1e-3)
-  reward_functions: tuple[str, ...] = key(("arithmetic",))
-  reward_weights: tuple[float, ...] = key(())
-  scale_rewards: str = key("group", choices=("group", "batch", "none"))
-  grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"))
-  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=0.0)
-  grpo_beta: float = key(0.0, minimum=0.0)
-  grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"))
-  mask_truncated_completions: bool = key(False)
+  num_generations: int = key(8, minimum=2, unread="objective=next_token|sft|dpo|distill")
+  num_iterations: int = key(1, minimum=1, unread="objective=next_token|sft|dpo|distill")
+  max_completion_length: int = key(64, minimum=1, unread="objective=next_token|sft|dpo|distill")
+  decode_sampling_temperature: float = key(1.0, minimum=1e-3, unread="objective=next_token|sft|dpo|distill")
+  reward_functions: tuple[str, ...] = key(("arithmetic",), unread="objective=next_token|sft|dpo|distill")
+  reward_weights: tuple[float, ...] = key((), unread="objective=next_token|sft|dpo|distill")
+  scale_rewards: str = key("group", choices=("group", "batch", "none"), unread="objective=next_token|sft|dpo|distill")
+  grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"), unread="objective=next_token|sft|dpo|distill")
+  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=0.0, unread="objective=next_token|sft|dpo|distill")
+  grpo_beta: float = key(0.0, minimum=0.0, unread="objective=next_token|sft|dpo|distill")
+  grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"), unread="objective=next_token|sft|dpo|distill")
+  mask_truncated_completions: bool = key(False, unread="objective=next_token|sft|dpo|distill")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,9 +248,9 @@ class AdapterConfig:
   """Low-rank adapters (LoRA): what is trained in place of the model's own weights."""
 
   lora_rank: int = key(0, minimum=0, maximum=10**5)
-  lora_alpha: float = key(8.0, minimum=1e-6)
-  lora_module_path: str = key("")
-  lora_dropout: float = key(0.0, minimum=0.0, maximum=0.999)
+  lora_alpha: float = key(8.0, minimum=1e-6, unread="lora_rank=0")
+  lora_module_path: str = key("", unread="lora_rank=0")
+  lora_dropout: float = key(0.0, minimum=0.0, maximum=0.999, unread="lora_rank=0")
   lora_weight_qtype: str = key("", choices=("", "bfloat16", "int8", "nf4"))
   lora_restore_path: str = key("")
 
@@ -268,7 +272,7 @@ class GhostConfig:
   ghost_detail: str = key("layer", choices=("total", "module", "layer", "token"))
   ghost_log_period: int = key(20, minimum=1)
   ghost_select: str = key("none", choices=("none", "topk", "threshold", "greats", "random", "bottomk"))
-  ghost_select_fraction: float = key(0.5, minimum=0.0, maximum=1.0)
+  ghost_select_fraction: float = key(0.5, minimum=0.0, maximum=1.0, unread="ghost_select=none")
   ghost_reweight: tuple[float, ...] = key((), minimum=0.0)
 
   @property
@@ -316,8 +320,8 @@ class CheckpointConfig:
   load_parameters_path: str = key("")
   load_full_state_path: str = key("")
   checkpoint_period: int = key(100, minimum=0)
-  max_num_checkpoints_to_keep: int = key(2, minimum=0)
-  async_checkpointing: bool = key(True)
+  max_num_checkpoints_to_keep: int = key(2, minimum=0, unread="checkpoint_period=0")
+  async_checkpointing: bool = key(True, unread="checkpoint_period=0")
   local_checkpoint_directory: str = key("")
   local_checkpoint_period: int = key(0, minimum=0)
 
@@ -354,7 +358,7 @@ class ParallelConfig:
   num_pipeline_repeats: int = key(-1, minimum=-1)
   num_pipeline_microbatches: int = key(-1, minimum=-1)
   logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(())
-  override_logical_axis_rules: bool = key(False)
+  override_logical_axis_rules: bool = key(False, unread="logical_axis_rules=[]")
   shard_optimizer_over_data: bool = key(False)
   sharding_tolerance: float = key(0.02, minimum=0.0)
   jax_distributed: str = key("auto")
@@ -362,12 +366,12 @@ class ParallelConfig:
   compile_topology: str = key("")
   compiled_trainstep_file: str = key("")
   enable_diloco: bool = key(False)
-  diloco_sync_period: int = key(36, minimum=1)
-  diloco_outer_lr: float = key(0.3, minimum=0.0)
-  diloco_outer_momentum: float = key(0.9, minimum=0.0, maximum=0.999999)
-  num_diloco_fragments: int = key(1, minimum=1)
-  num_communication_overlapping_steps: int = key(0, minimum=0)
-  communication_overlapping_alpha: float = key(0.5, minimum=0.0, maximum=1.0)
+  diloco_sync_period: int = key(36, minimum=1, unread="enable_diloco=false")
+  diloco_outer_lr: float = key(0.3, minimum=0.0, unread="enable_diloco=false")
+  diloco_outer_momentum: float = key(0.9, minimum=0.0, maximum=0.999999, unread="enable_diloco=false")
+  num_diloco_fragments: int = key(1, minimum=1, unread="enable_diloco=false")
+  num_communication_overlapping_steps: int = key(0, minimum=0, unread="enable_diloco=false")
+  communication_overlapping_alpha: float = key(0.5, minimum=0.0, maximum=1.0, unread="enable_diloco=false")
 
   @property
   def apart(self) -> int:

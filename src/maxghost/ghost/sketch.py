@@ -33,7 +33,8 @@ def random_directions(twin: Twin, key, scale: dict | None = None, right=None, ow
   own: keys in place of `key` for the vectors b, and for directions of independent entries.
   """
   count, parts = len(twin.scored), {}
-  keys_P3 = zip(*(_fold_in(key if k is None else k, count) for k in (own, key, right)), strict=True)
+  folded = jax.vmap(jax.random.fold_in, (None, 0))  # one operation, which compiles sooner than one for each
+  keys_P3 = zip(*(folded(key if k is None else k, jnp.arange(count)) for k in (own, key, right)), strict=True)
   for (own, *sides), param in zip(keys_P3, twin.scored, strict=True):
     axis, shapes = len(param.stack_shape), param.part_shapes(twin.num_sets)
     shape = (*param.stack_shape, *param.shape)
@@ -59,11 +60,6 @@ def _for_each(function: Callable, key, num_directions: int, side: int):
   for axes in ((None, 0, 0), (0, None, 0), (0, 0, 0)):
     function = jax.vmap(function, axes)
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), function(own_Gkk[:, :, 0], own_Gkk[:, 0], own_Gkk))
-
-
-def _fold_in(key, count: int):
-  """[count] keys, `fold_in` of 0, 1, ...: as one operation, which compiles sooner than one for each."""
-  return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
 def sketch_pass(
