@@ -269,7 +269,11 @@ def test_each_chunk_travels_once(num_stages, repeats):
 REFUSED = [
   (
     {"base_num_decoder_layers": 6, "ici_stage_parallelism": 4},
-    "6 stacked layers do not divide over 4 stages; use 2",
+    "6 stacked layers do not divide over 4 stages; use 2 or 3 or 6 stages",
+  ),
+  (
+    {"base_num_decoder_layers": 1, "ici_stage_parallelism": 2},
+    "1 stacked layers do not divide over 2 stages; use one stage",
   ),
   ({"num_pipeline_repeats": 3}, "8 stacked layers are not 2 stages x num_pipeline_repeats=3; use num_layers_per_pip"),
   (
