@@ -82,11 +82,13 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
 
 def _unread(loaded: Loaded, own: tuple[str, ...]) -> Iterator[str]:
   """A note for each value of these origins, other than the default, that no run of the configuration reads."""
-  flat, by_set = loaded.config.flat(), any(loaded.config.data.validation_objectives)
+  flat, of_sets = loaded.config.flat(), filter(None, loaded.config.data.validation_objectives)
+  in_use = {key: {values.shown(value)} for key, value in flat.items()}
+  in_use["objective"].update(of_sets)
   for name, field in fields().items():
-    (other, _, found), origin = field.metadata["unread"].partition("="), loaded.origins[name]
-    read = not other or values.shown(flat[other]) not in found.split("|") or (other == "objective" and by_set)
-    if not read and flat[name] != field.default and origin.startswith(own):
+    (other, _, without), origin = field.metadata["unread"].partition("="), loaded.origins[name]
+    unread = bool(other) and in_use[other] <= set(without.split("|"))
+    if unread and flat[name] != field.default and origin.startswith(own):
       yield f"{name}={values.shown(flat[name])} ({origin}) is not read with {other}={values.shown(flat[other])}"
 
 

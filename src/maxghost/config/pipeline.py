@@ -24,8 +24,9 @@ def split(num_layers: int, stages: int, per_stage: int, repeats: int) -> tuple[i
   given = [f"{stages} stages"]
   given += [f"{key}={value}" for key, value in zip(KEYS, (per_stage, repeats), strict=False) if value > 0]
   if num_layers % stages:
-    near = " or ".join(f"{n} stages" if n == num_layers else str(n) for n in divisors(num_layers) if n > 1)
-    return 0, f"{num_layers} stacked layers do not divide over {stages} stages; use {near or 'one stage'}"
+    near = " or ".join(str(n) for n in divisors(num_layers) if n > 1)
+    use = f"{near} stages" if near else "one stage"
+    return 0, f"{num_layers} stacked layers do not divide over {stages} stages; use {use}"
   ways = [f"{k} with {num_layers // stages // k}" for k in divisors(num_layers // stages)]
   said = f"{num_layers} stacked layers are not {' x '.join(given)}"
   return 0, f"{said}; use {KEYS[0]} with {KEYS[1]}: {', or '.join(ways[:4])}"

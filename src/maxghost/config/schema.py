@@ -17,6 +17,10 @@ from maxghost.config.families import FAMILIES
 from maxghost.config.validate import DISTRIBUTED, ROUNDED, value_problems
 from maxghost.config.values import HOST_MEMORY, MOST, ConfigError
 
+# `unread` of the keys of built-in objectives; one of a plug-in may read any key.
+_NO_PAIRS = "objective=next_token|sft|distill|grpo"
+_NO_TEACHER = "objective=next_token|sft|dpo|grpo"
+_NO_SAMPLES = "objective=next_token|sft|dpo|distill"
 WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that are not trained
 
 
@@ -213,15 +217,15 @@ class OptimizerConfig:
   trainable_parameters_mask: tuple[str, ...] = key(())
   gradient_accumulation_steps: int = key(1, minimum=1)
   gradient_clipping_threshold: float = key(1.0, minimum=0.0)
-  dpo_algo: str = key("sigmoid", choices=plugins.PREFERENCE_LOSSES, unread="objective=next_token|sft|distill|grpo")
-  dpo_beta: float = key(0.1, minimum=1e-6, unread="objective=next_token|sft|distill|grpo")
-  dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999, unread="objective=next_token|sft|distill|grpo")
-  orpo_lambda: float = key(0.1, minimum=0.0, unread="objective=next_token|sft|distill|grpo")
-  simpo_gamma: float = key(0.5, minimum=0.0, unread="objective=next_token|sft|distill|grpo")
+  dpo_algo: str = key("sigmoid", choices=plugins.PREFERENCE_LOSSES, unread=_NO_PAIRS)
+  dpo_beta: float = key(0.1, minimum=1e-6, unread=_NO_PAIRS)
+  dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999, unread=_NO_PAIRS)
+  orpo_lambda: float = key(0.1, minimum=0.0, unread=_NO_PAIRS)
+  simpo_gamma: float = key(0.5, minimum=0.0, unread=_NO_PAIRS)
   distill_teacher: str = key("")
-  distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0, unread="objective=next_token|sft|dpo|grpo")
-  distill_temperature: float = key(1.0, minimum=1e-3, unread="objective=next_token|sft|dpo|grpo")
-  distill_kl: str = key("forward", choices=("forward", "reverse"), unread="objective=next_token|sft|dpo|grpo")
+  distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0, unread=_NO_TEACHER)
+  distill_temperature: float = key(1.0, minimum=1e-3, unread=_NO_TEACHER)
+  distill_kl: str = key("forward", choices=("forward", "reverse"), unread=_NO_TEACHER)
   distill_top_k: int = key(0, minimum=0)
 
 
@@ -229,18 +233,18 @@ class OptimizerConfig:
 class RolloutConfig:
   """Reinforcement learning (objective=grpo): the model's own answers, their rewards and the loss on them."""
 
-  num_generations: int = key(8, minimum=2, unread="objective=next_token|sft|dpo|distill")
-  num_iterations: int = key(1, minimum=1, unread="objective=next_token|sft|dpo|distill")
-  max_completion_length: int = key(64, minimum=1, unread="objective=next_token|sft|dpo|distill")
-  decode_sampling_temperature: float = key(1.0, minimum=1e-3, unread="objective=next_token|sft|dpo|distill")
-  reward_functions: tuple[str, ...] = key(("arithmetic",), unread="objective=next_token|sft|dpo|distill")
-  reward_weights: tuple[float, ...] = key((), unread="objective=next_token|sft|dpo|distill")
-  scale_rewards: str = key("group", choices=("group", "batch", "none"), unread="objective=next_token|sft|dpo|distill")
-  grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"), unread="objective=next_token|sft|dpo|distill")
-  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=0.0, unread="objective=next_token|sft|dpo|distill")
-  grpo_beta: float = key(0.0, minimum=0.0, unread="objective=next_token|sft|dpo|distill")
-  grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"), unread="objective=next_token|sft|dpo|distill")
-  mask_truncated_completions: bool = key(False, unread="objective=next_token|sft|dpo|distill")
+  num_generations: int = key(8, minimum=2, unread=_NO_SAMPLES)
+  num_iterations: int = key(1, minimum=1, unread=_NO_SAMPLES)
+  max_completion_length: int = key(64, minimum=1, unread=_NO_SAMPLES)
+  decode_sampling_temperature: float = key(1.0, minimum=1e-3, unread=_NO_SAMPLES)
+  reward_functions: tuple[str, ...] = key(("arithmetic",), unread=_NO_SAMPLES)
+  reward_weights: tuple[float, ...] = key((), unread=_NO_SAMPLES)
+  scale_rewards: str = key("group", choices=("group", "batch", "none"), unread=_NO_SAMPLES)
+  grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"), unread=_NO_SAMPLES)
+  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=0.0, unread=_NO_SAMPLES)
+  grpo_beta: float = key(0.0, minimum=0.0, unread=_NO_SAMPLES)
+  grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"), unread=_NO_SAMPLES)
+  mask_truncated_completions: bool = key(False, unread=_NO_SAMPLES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
