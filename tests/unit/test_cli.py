@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 
+import meshes
 import pytest
 
 import maxghost
@@ -159,6 +160,14 @@ def test_real_commands_refuse_before_jax(verb, tmp_path):
     assert result.returncode == 2 and said == ["maxghost: unknown key 'stepz' (command line); did you mean 'steps'?"]
     assert "yaml" in imported and not imported & {"jax", "flax", "numpy"}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key", ["trainable_parameters_mask", "ghost_exclude"])
+def test_a_pattern_that_matches_no_parameter_is_one_line(key, tmp_path, capsys):
+  keys = [f"{name}={value}" for name, value in (meshes.SIZES | {"dataset_type": "synthetic"}).items()]
+  assert train.main([*keys, f"{key}=['*norm*','*mlpp*']", f"base_output_directory={tmp_path}"]) == 2
+  (said,) = capsys.readouterr().err.splitlines()
+  assert f"{key} pattern '*mlpp*' matches no parameter; paths: " in said and not list(tmp_path.iterdir())
 
 
 def test_output_closed_early_is_no_traceback():

@@ -3,13 +3,14 @@
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config import ConfigError
 from maxghost.ghost import probed, rules, rules_flax, rules_models  # noqa: F401  the last two register their rules
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
 from maxghost.optimizers import Matrix, Parameter
@@ -79,7 +80,7 @@ def attach(
   graphdef, state = nnx.split(model)
   twin = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
   modules: dict[tuple, Any] = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
-  excluded = excluded_labels(list(views), exclude)
+  excluded = matching(views, exclude)
   reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)
   scored: list[ScoredParam] = []
   uncovered, labels = [], {}
@@ -128,14 +129,14 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
   return found
 
 
-def excluded_labels(labels: list[str], patterns: tuple[str, ...]) -> set[str]:
-  """The parameter paths that match fnmatch patterns; raises ValueError for a pattern without a match."""
-  left_out = set()
+def matching(labels: Iterable[str], patterns: tuple[str, ...], key: str = "ghost_exclude") -> set[str]:
+  """The parameter paths that match fnmatch patterns, those of `key`. Raises ConfigError for one without a match."""
+  found = set()
   for pattern in patterns:
     if not (hits := fnmatch.filter(labels, pattern)):
-      raise ValueError(f"ghost_exclude pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
-    left_out.update(hits)
-  return left_out
+      raise ConfigError(f"{key} pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
+    found.update(hits)
+  return found
 
 
 def _probe(module, path, found: rules.Rule, view: Parameter, spec: DirectionSpec, num_sets, reduced) -> ScoredParam:

@@ -14,7 +14,7 @@ from flax import nnx
 from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
 from maxghost.ghost import schedules
-from maxghost.ghost.attach import excluded_labels, parameters, prepare_twin
+from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import as_objective, create
@@ -160,7 +160,7 @@ class GhostEngine:
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool = True):
     twin, views = None, parameters(model)
-    left_out = excluded_labels(list(views), self.exclude)
+    left_out = matching(views, self.exclude)
     if self.engine == "graddotprod":
       leading, of_val = (jax.tree.leaves(batch)[0].shape for batch in (train_batch, val_batches[0]))
       if self.per_position and len(leading) < 2:

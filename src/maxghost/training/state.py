@@ -1,7 +1,6 @@
 """The state of a run: `TrainStateNNX`, which a step changes, and `Position`, the rest of a checkpoint."""
 
 import dataclasses
-import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxghost import adapters, models
 from maxghost.config.schema import Config, ModelConfig
 from maxghost.data import merge_states
+from maxghost.ghost.attach import matching
 from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
@@ -99,16 +99,13 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
-  """The filter of trained Params: adapters, else `trainable_parameters_mask`. Raises ValueError without a match."""
+  """The filter of trained Params: adapters, else `trainable_parameters_mask`. Raises ConfigError without a match."""
   if cfg.adapter.lora_rank:
     return nnx.LoRAParam
   if not cfg.optimizer.trainable_parameters_mask:
     return nnx.Param
-  paths, found = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}, set()
-  for pattern in cfg.optimizer.trainable_parameters_mask:
-    if not (matching := fnmatch.filter(paths, pattern)):
-      raise ValueError(f"trainable_parameters_mask={pattern} matches no parameter; paths: {', '.join(paths)}")
-    found.update(matching)
+  paths = {slash_path(path): path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+  found = matching(paths, cfg.optimizer.trainable_parameters_mask, "trainable_parameters_mask")
   return nnx.filterlib.PathIn(*(paths[label] for label in found))
 
 
