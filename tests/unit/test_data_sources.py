@@ -336,6 +336,16 @@ def test_a_hugging_face_dataset_is_streamed_up_to_a_cap(tmp_path):
   assert "first document" in refused(**keys | {"dataset_domain_bytes": 3})
 
 
+@pytest.mark.parametrize("cap", [-1, 10**6])
+def test_a_column_of_hugging_face_that_is_no_text_is_named(cap, tmp_path):
+  datasets = pytest.importorskip("datasets")
+  datasets.disable_progress_bars()
+  (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "one two", "n": {n}}}\n' for n in range(9)))
+  keys = dict(dataset_type="hf", dataset_files=(f"b={tmp_path}",), dataset_domain_bytes=cap, train_data_columns=("n",))
+  assert f"{tmp_path}, record 0: no text in column 'n'" in refused(**keys)
+  assert "all the text, 0 bytes" in refused(**keys, on_corrupt="skip")
+
+
 def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   datasets = pytest.importorskip("datasets")
   monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
