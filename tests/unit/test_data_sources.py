@@ -363,6 +363,14 @@ def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   assert "no name of a dataset such as owner/name:config" in refused(dataset_type="hf", dataset_files=("b=~/x/y z",))
 
 
+def test_blank_lines_are_no_documents(tmp_path):
+  lines = [line + b"\n" for line in jsonl(A[:9]).splitlines()]
+  between = [b"", b"\n", b" \n", b"\r\n", b"\t\r\n", b"    \n", b" " * 99 + b"\r\n", b"  ", b"   \n\n     \n"]
+  (tmp_path / "a.jsonl").write_bytes(b"".join(a + b for a, b in zip(between, lines, strict=True)) + b"     ")
+  source = open_source(dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/a.jsonl",)), 0)
+  assert [text.decode() for text in source.texts(np.arange(len(source)))] == A[:9]
+
+
 def test_reading_a_record_looks_for_no_line_number(tmp_path, monkeypatch):
   """Which takes as long as reading the file, so a file would take the square of its length."""
   settings = write_text(tmp_path / "raw")
