@@ -169,6 +169,28 @@ def test_output_closed_early_is_no_traceback():
   process.stderr.close()
 
 
+def test_a_run_says_that_its_output_was_closed(tmp_path):
+  code = """
+  import sys
+  from maxghost import train
+  from maxghost.training import devices
+
+  def lines(cfg):
+    while True:
+      print("completed step", flush=True)
+
+  devices.open_layout = lines
+  sys.exit(train.main(sys.argv[1:]))
+  """
+  command = [sys.executable, "-c", textwrap.dedent(code), f"base_output_directory={tmp_path}"]
+  process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  process.stdout.readline()
+  process.stdout.close()
+  said = "maxghost: the output was closed; the same command continues from the last checkpoint\n"
+  assert (process.stderr.read(), process.wait()) == (said, 1)
+  process.stderr.close()
+
+
 def test_output_closed_before_the_command_begins_is_no_traceback(tmp_path):
   python = f"{sys.executable} -m maxghost data"
   shown = f"{python} show dataset_type=synthetic max_target_length=64 >&- 2>{tmp_path / 'said'}"
