@@ -104,6 +104,8 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
   out = tmp_path / "out"
   source = synthetic.load(domain_bytes=20_000)
   prepare.prepare(source, BASE, str(out))
+  with pytest.raises(ConfigError, match=r"dataset_shards=8 is more than the 4 documents \(or prepared blocks\)"):
+    read(out, dataset_shards=8)
   with pytest.raises(ConfigError, match=r"prepared from other data or settings \(source, part_documents"):
     prepare.prepare(synthetic.load(domain_bytes=20_000, seed=1), BASE, str(out))
   with pytest.raises(ConfigError, match="other data or settings"):
