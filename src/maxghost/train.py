@@ -126,20 +126,20 @@ def _train(
     (source, tokenizer), own, batch_size = corpus, plan.own, devices.data_rows(cfg, plan.rows)
     dataset = data.make_dataset(
       source, cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=tokenizer, records=cfg.records,
-      batch_size=batch_size,
-    )  # fmt: skip
+      batch_size=batch_size)  # fmt: skip
     if cfg.data.offline_data_dir:
       teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
-      open_trackers=trackers.open_all, force=force, open_teacher=teacher[1], watch=watch,
-    )  # fmt: skip
+      open_trackers=trackers.open_all, force=force, open_teacher=teacher[1], watch=watch)  # fmt: skip
     code = _stopped(signals)
     return session.run() if code is None else code
   except NonFiniteMetricError as error:
     print_problem(f"{error}; {session.last_checkpoint() if session else ''}")
   except (CheckpointError, RolloutError, ScoreLogError, OSError) as error:
     print_problem(error)
+    if isinstance(error, BrokenPipeError):  # of which the line before says nothing
+      print_problem("the output was closed; the same command continues from the last checkpoint")
   except RuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error) or session is None:
       raise

@@ -178,6 +178,36 @@ def test_output_closed_early_is_no_traceback():
   process.stderr.close()
 
 
+def test_a_run_says_that_its_output_was_closed(tmp_path):
+  code = """
+  import sys
+  from maxghost import train
+  from maxghost.training import devices
+
+  def lines(cfg):
+    while True:
+      print("completed step", flush=True)
+
+  devices.open_layout = lines
+  sys.exit(train.main(sys.argv[1:]))
+  """
+  command = [sys.executable, "-c", textwrap.dedent(code), f"base_output_directory={tmp_path}"]
+  process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  process.stdout.readline()
+  process.stdout.close()
+  said = "maxghost: the output was closed; the same command continues from the last checkpoint\n"
+  assert (process.stderr.read(), process.wait()) == (said, 1)
+  process.stderr.close()
+
+
+def test_output_closed_before_the_command_begins_is_no_traceback(tmp_path):
+  python = f"{sys.executable} -m maxghost data"
+  shown = f"{python} show dataset_type=synthetic max_target_length=64 >&- 2>{tmp_path / 'said'}"
+  assert subprocess.run(shown, shell=True).returncode == 0 and (tmp_path / "said").read_text() == ""
+  assert subprocess.run(f"{python} show stepz=9 >{tmp_path / 'out'} 2>&-", shell=True).returncode == 2
+  assert (tmp_path / "out").read_text() == ""
+
+
 def test_the_version_is_told_and_the_package_runs(capsys):
   assert cli.main(["--version"]) == 0
   assert capsys.readouterr().out == f"maxghost {maxghost.__version__}\n"

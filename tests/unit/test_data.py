@@ -310,6 +310,9 @@ def test_a_user_sees_what_is_wrong():
   assert message(max_target_length=901).startswith("max_target_length=901 is longer than all the text, 900 bytes")
   assert message(dataset_shards=4).endswith("use one of 1, 2, 3, 6")
   assert "more than the 30 documents" in message(dataset_shards=60, batch_size=60)
+  few = message(dataset_shards=6, dataset_mixture=("a=0.3x", "b=0x", "c=0.2x"))
+  assert few.startswith("dataset_shards=6 is more than the 5 documents (or prepared blocks) of an epoch; use fewer")
+  assert "numbers from 0 to 1,000,000,000" in message(dataset_mixture=("a=1e18x", "b=1x", "c=1x"))
   assert "does not divide over 4 shards" in message(num_shards=4, batch_size=6)
   assert "has none for b, c; add b=..." in message(dataset_mixture=("a=1",))
   assert "sums to 1.5, but shares sum to 1; use for example [a=0.333333,b=0.333333,c=0.333333]" in message(

@@ -93,6 +93,16 @@ def test_copies_of_held_out_documents_are_found_and_left_out(corpus, tmp_path, c
     without.train.restore(data.load_dataset(cfg).train.state())
 
 
+def test_near_copies_are_not_counted_as_exact_ones(tmp_path, capsys):
+  """The words of both halves are the same, so that each training document is like all held-out ones; none is a copy."""
+  for n in range(24):
+    (tmp_path / f"{n}.txt").write_text("one two three four five six seven eight" + " " * (n + 1) + "nine ten " * 9)
+  settings = ["dataset_type=text", f"dataset_files=[b={tmp_path}/*.txt]", "ghost_val_sets=b", "max_target_length=32"]
+  for near in ("1", "0.99", "0.8"):
+    assert data_command.main(["duplicates", *settings, "--near", near]) == 0
+    assert "training documents repeat held-out ones (0 exactly)" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_pairs_among_training_documents():
   ids = [DocumentId("a", f"p{n}", 0) for n in range(6)]
   texts = [b"one", b"two", b"one", b"", b"", b"one"]

@@ -91,6 +91,10 @@ def test_damage_is_found_and_only_the_damaged_shard_redone(tmp_path, capsys):
   skipping = read(out, shuffle_window_bytes=10**9, on_corrupt="skip")
   next(skipping.train)
   assert 0 < skipping.train.counts["corrupt"] < len(source)
+  with pytest.raises(ConfigError, match=rf"{victim.name}, record \d+: .*maxghost.data verify"):
+    read(out).validation_rows()
+  rows, held_out = skipping.validation_rows(), read(out).parts[0].split.pool("words", 10**6)
+  assert 0 < len(np.unique(rows.document)) < len(held_out) and np.isin(rows.document, held_out).all()
   assert data_command.main(["verify", str(out)]) == 1 and victim.name in capsys.readouterr().out
   prepare.prepare(source, BASE, str(out), part_bytes=50_000)
   assert files_of(out) == good
@@ -100,6 +104,8 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
   out = tmp_path / "out"
   source = synthetic.load(domain_bytes=20_000)
   prepare.prepare(source, BASE, str(out))
+  with pytest.raises(ConfigError, match=r"dataset_shards=8 is more than the 4 documents \(or prepared blocks\)"):
+    read(out, dataset_shards=8)
   with pytest.raises(ConfigError, match=r"prepared from other data or settings \(source, part_documents"):
     prepare.prepare(synthetic.load(domain_bytes=20_000, seed=1), BASE, str(out))
   with pytest.raises(ConfigError, match="other data or settings"):

@@ -336,6 +336,16 @@ def test_a_hugging_face_dataset_is_streamed_up_to_a_cap(tmp_path):
   assert "first document" in refused(**keys | {"dataset_domain_bytes": 3})
 
 
+@pytest.mark.parametrize("cap", [-1, 10**6])
+def test_a_column_of_hugging_face_that_is_no_text_is_named(cap, tmp_path):
+  datasets = pytest.importorskip("datasets")
+  datasets.disable_progress_bars()
+  (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "one two", "n": {n}}}\n' for n in range(9)))
+  keys = dict(dataset_type="hf", dataset_files=(f"b={tmp_path}",), dataset_domain_bytes=cap, train_data_columns=("n",))
+  assert f"{tmp_path}, record 0: no text in column 'n'" in refused(**keys)
+  assert "all the text, 0 bytes" in refused(**keys, on_corrupt="skip")
+
+
 def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   datasets = pytest.importorskip("datasets")
   monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -351,6 +361,14 @@ def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   refused(dataset_type="hf", dataset_files=("owner/b",), dataset_domain_bytes=100)
   assert asked == [(("owner/name", "config"), False), (("owner/b",), True)]
   assert "no name of a dataset such as owner/name:config" in refused(dataset_type="hf", dataset_files=("b=~/x/y z",))
+
+
+def test_blank_lines_are_no_documents(tmp_path):
+  lines = [line + b"\n" for line in jsonl(A[:9]).splitlines()]
+  between = [b"", b"\n", b" \n", b"\r\n", b"\t\r\n", b"    \n", b" " * 99 + b"\r\n", b"  ", b"   \n\n     \n"]
+  (tmp_path / "a.jsonl").write_bytes(b"".join(a + b for a, b in zip(between, lines, strict=True)) + b"     ")
+  source = open_source(dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/a.jsonl",)), 0)
+  assert [text.decode() for text in source.texts(np.arange(len(source)))] == A[:9]
 
 
 def test_reading_a_record_looks_for_no_line_number(tmp_path, monkeypatch):

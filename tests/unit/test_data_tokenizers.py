@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,24 @@ def test_segments_of_any_tokenizer_lead_to_their_bytes(kind, made):
       continue
     ours = tokenizer.decode(here).decode().replace("\ufffd", "").replace(" ", "")
     assert ours and ours[:9] in rest.decode(errors="ignore").replace(" ", "")[:12]
+
+
+def test_segments_of_text_that_a_tokenizer_composes_lead_to_their_bytes(made, tmp_path):
+  """NFC, as Qwen's tokenizers have it: a letter and its combining mark become one letter, of fewer bytes."""
+  content = json.loads((Path(made["huggingface"]) / "tokenizer.json").read_text())
+  (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"normalizer": {"type": "NFC"}}))
+  tokenizer = load_tokenizer("huggingface", str(tmp_path))
+  texts = [unicodedata.normalize("NFD", f"Grüße, {n} cafés mögen é ü " * 99).encode() for n in range(9)]
+  source = data.DocumentList([Document("a", f"f{n}", 0, text) for n, text in enumerate(texts)], ("a",))
+  cfg = dataclasses.replace(config.load().data, ghost_val_sets=("a",), max_target_length=32, per_device_batch_size=64)
+  batch, found = next(data.make_dataset(source, cfg, tokenizer=tokenizer).train), 0
+  for row, slot in np.argwhere(batch.offset_BS > 0):
+    here = batch.arrays["inputs"][row][batch.arrays["inputs_segmentation"][row] == slot + 1]
+    rest = texts[batch.document_BS[row, slot]][batch.offset_BS[row, slot] :].decode(errors="replace")
+    said = tokenizer.decode(here)
+    found += said[0] < 0x80  # begins with a whole letter
+    assert said[0] >= 0x80 or unicodedata.normalize("NFC", rest).encode().startswith(said)
+  assert found > 9
 
 
 def test_specials(made, tmp_path):

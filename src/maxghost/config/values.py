@@ -81,8 +81,9 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
   """Runs a command and returns its exit code. Errors that are no defect of the program are shown as one line on stderr.
 
   0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
-  written; 130 for Ctrl-C. name: what lines begin with. stopped: the line for Ctrl-C.
+  written; 130 for Ctrl-C. A stream closed from the start is /dev/null. name: before lines. stopped: said for Ctrl-C.
   """
+  sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
   code = 0
@@ -265,8 +266,7 @@ def divisors(number: int) -> list[int]:
 
 def limit_problems(field: Field, value: Any) -> list[str]:
   """An unknown choice or a number out of bounds, in a list too; each text follows `key=value (origin)`."""
-  choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
-  problems = []
+  problems, (choices, minimum, maximum) = [], map(field.metadata.get, ("choices", "minimum", "maximum"))
   for item in value if isinstance(value, tuple) else (value,):
     who = f" holds {shown(item)}, which" if isinstance(value, tuple) else ""
     if isinstance(item, tuple):

@@ -136,6 +136,7 @@ def _duplicates(parsed: argparse.Namespace) -> int:
     raise config.ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
   pairs = duplicates.exact(duplicates.documents_of(dataset))
+  exact = sum(pair.held_out for pair in pairs)
   if parsed.near is not None:
     found = {(pair.copy, pair.original) for pair in pairs}
     near = duplicates.near(duplicates.documents_of(dataset), parsed.near)
@@ -144,7 +145,6 @@ def _duplicates(parsed: argparse.Namespace) -> int:
     kind = "held-out" if pair.held_out else "training"
     print(printable(f"{pair.similarity:.2f}  {pair.copy.shown}  repeats {kind} {pair.original.shown}"))
   of_held_out = [pair.copy for pair in pairs if pair.held_out]
-  exact = sum(pair.similarity == 1.0 for pair in pairs if pair.held_out)
   said = f"{len(set(of_held_out))} training documents repeat held-out ones ({exact} exactly)"
   print(f"{said}; {sum(not pair.held_out for pair in pairs)} repeat other training documents")
   if parsed.output:

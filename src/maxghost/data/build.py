@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
+from maxghost.config.values import MOST
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
 from maxghost.data.dataset import MANY_DOCUMENTS, POOL_DOCUMENTS, Dataset
@@ -176,21 +177,22 @@ def max_segments(cfg: DataConfig) -> int:
 def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], list[float] | None]:
   """The streams that rows come from, and their shares of the rows (None for a single one)."""
   domains = units.source.domains
-  weights = parse_weights(cfg, domains)
-  windows = functools.partial(Windows, units, seed=seed, num_lanes=cfg.dataset_shards)
-  size = cfg.shuffle_window_bytes
+  weights, size, lanes = parse_weights(cfg, domains), cfg.shuffle_window_bytes, cfg.dataset_shards
+
+  def windows(order: Order, window_bytes: int, name: str = "") -> Windows:
+    if len(order) < lanes:
+      said = f"dataset_shards={lanes} is more than the {len(order)} documents (or prepared blocks) of"
+      raise ConfigError(f"{said} {f'domain {name!r}' if name else 'an epoch'}; use fewer, or more data")
+    return Windows(units, order, name=name, seed=seed, num_lanes=lanes, window_bytes=window_bytes)
+
   if cfg.mixture == "proportional":
-    return [windows(Order([units.all_units()], seed), name="", window_bytes=size)], None
+    return [windows(Order([units.all_units()], seed), size)], None
   parts, streams = [units.units_of(number) for number in range(len(domains))], []
   if cfg.mixture == "epochs":
-    return [windows(Order(parts, seed, [weights[domain] for domain in domains]), name="", window_bytes=size)], None
+    return [windows(Order(parts, seed, [weights[domain] for domain in domains]), size)], None
   for domain, part in zip(domains, parts, strict=True):
-    if weights[domain] <= 0:
-      continue
-    if len(part) < cfg.dataset_shards:
-      said = f"dataset_shards={cfg.dataset_shards} is more than the {len(part)} documents (or prepared blocks) of"
-      raise ConfigError(f"{said} domain '{domain}'; use fewer")
-    streams.append(windows(Order([part], seed), name=domain, window_bytes=max(1 << 18, int(size * weights[domain]))))
+    if weights[domain] > 0:
+      streams.append(windows(Order([part], seed), max(1 << 18, int(size * weights[domain])), domain))
   return streams, [weights[stream.name] for stream in streams]
 
 
@@ -207,8 +209,8 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
       said = f"dataset_mixture has '{item}'"
       raise ConfigError(f"{said}, which is not of the form domain=share (0.25) or domain=times (2x)") from None
     check_known("dataset_mixture", [name], domains, "the data")
-    if not 0 <= weights[name] < float("inf"):
-      raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 up")
+    if not 0 <= weights[name] <= MOST:
+      raise ConfigError(f"dataset_mixture has '{item}'; shares and times are numbers from 0 to {MOST:,}")
   if cfg.mixture == "proportional":
     return weights
   if missing := [domain for domain in domains if domain not in weights]:
@@ -231,8 +233,6 @@ def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: in
     divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
     said = f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows"
     raise ConfigError(f"{said}; use one of {divisors}")
-  if len(source) < lanes:
-    raise ConfigError(f"dataset_shards={lanes} is more than the {len(source)} documents of the data; use fewer")
   if source.num_bytes < cfg.max_target_length:
     said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
     raise ConfigError(f"{said}; use a shorter row or more data")

@@ -17,7 +17,7 @@ from maxghost.data.sources.base import CorruptError, Source, id_hash
 from maxghost.data.types import DocumentId
 
 _SHINGLE_WORDS, _PERMUTATIONS = 8, 128  # the standard error of a similarity is then at most 0.09
-_BATCH = 256  # documents read together
+_BATCH, _MOST = 256, 0.98  # documents read together; the largest threshold of an index of so many permutations
 
 
 class Pair(NamedTuple):
@@ -53,7 +53,7 @@ def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) 
     made.update_batch(shingles)
     return made
 
-  index, known, training = datasketch.MinHashLSH(threshold, _PERMUTATIONS), {}, []
+  index, known, training = datasketch.MinHashLSH(min(threshold, _MOST), _PERMUTATIONS), {}, []
   for document, text, held_out in documents:
     if text and held_out:
       known[document] = sketch(text)

@@ -29,6 +29,7 @@ BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
 PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
 COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
 FIELD_TEXTS, FIELD_END = "fields.bin", "field_end"  # all fields as one text, and the end of each; only with fields
+_FIX = "run `python -m maxghost.data verify` and prepare again, or use on_corrupt=skip"
 
 
 def is_prepared(path: str) -> bool:
@@ -80,12 +81,11 @@ class PreparedSource(Source):
     self._readers = Opened(open_reader, OPEN_FILES)
     self.tokenizer, self._dtype = tokenizer, token_dtype(tokenizer.vocab_size)
     index = self._folder / "index"
-    mapped = {name: np.load(index / f"{name}.npy", mmap_mode="r") for name in COLUMNS}
-    self.columns = {name: array.view(np.ndarray) for name, array in mapped.items()}  # np.memmap is slow to index
+    read = lambda name: np.load(index / f"{name}.npy", mmap_mode="r").view(np.ndarray)  # noqa: E731  # memmap is slow
+    self.columns = {name: read(name) for name in COLUMNS}
     self._paths = _mapped(index / "paths.bin")
     if self.fields:
-      self._field_ends = np.load(index / f"{FIELD_END}.npy", mmap_mode="r").view(np.ndarray)
-      self._field_texts = _mapped(index / FIELD_TEXTS)
+      self._field_ends, self._field_texts = read(FIELD_END), _mapped(index / FIELD_TEXTS)
 
   def __reduce__(self):
     return PreparedSource, (str(self._folder), self.tokenizer, self.domains, self._asked, True)
@@ -181,8 +181,7 @@ class PreparedUnits(Units):
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     source, counts = self.source, NO_COUNTS.copy()
-    fix = "run `python -m maxghost.data verify` and prepare again, or use on_corrupt=skip"
-    found = read_or_skip(source.block_tokens, units, self.on_corrupt, fix)
+    found = read_or_skip(source.block_tokens, units, self.on_corrupt, _FIX)
     blocks = [(*source.documents_of(block), read) for block, read in zip(units.tolist(), found, strict=True)]
     counts["corrupt"] = sum(stop - first for first, stop, read in blocks if read is None)
     blocks = [(first, stop, *read) for first, stop, read in blocks if read is not None]
@@ -206,5 +205,6 @@ class PreparedUnits(Units):
     return self.frame(pieces, documents), counts
 
   def encode_documents(self, indices: np.ndarray) -> Encoded:
-    pieces = [(ids, np.array([len(ids)]), sizes) for ids, sizes in self.source.tokens(indices)]
-    return self.frame(pieces, np.asarray(indices))
+    found = read_or_skip(self.source.tokens, indices, self.on_corrupt, _FIX)
+    pieces = [(ids, np.array([len(ids)]), sizes) for ids, sizes in filter(None, found)]
+    return self.frame(pieces, indices[[one is not None for one in found]])

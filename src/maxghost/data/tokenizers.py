@@ -39,6 +39,7 @@ class Tokenizer:
   pad_id: int
   fingerprint: str  # changes with the vocabulary
   byte_table: np.ndarray | None = None
+  normalizes: bool = False  # whether it may change text that the probe lacks, such as letters with combining marks
   _pieces: list[bytes | None]
 
   def __reduce__(self):
@@ -141,7 +142,7 @@ class HuggingFaceTokenizer(Tokenizer):
     self._inner.no_truncation()
     self._inner.no_padding()
     self.name, self.path, self.fingerprint = str(file), file, _digest(raw)
-    vocab = self._inner.get_vocab(with_added_tokens=True)
+    self.normalizes, vocab = self._inner.normalizer is not None, self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     self._set_specials(vocab, file.parent / "tokenizer_config.json")
     if '"ByteLevel"' in raw.decode("utf-8"):
@@ -206,8 +207,7 @@ class SentencePieceTokenizer(Tokenizer):
     return [np.array(ids, np.int32) for ids in self._inner.encode([text.decode("utf-8") for text in texts])]
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
-    decoded = [text.decode("utf-8") for text in texts]
-    found = self._inner.encode(decoded, return_type="offset_mapping", return_bytes=True)
+    found = self._inner.encode([text.decode() for text in texts], return_type="offset_mapping", return_bytes=True)
     return [
       (np.array(one["ids"], np.int32), _gaps([start for start, _ in one["offsets"]], len(text)))
       for one, text in zip(found, texts, strict=True)

@@ -96,7 +96,7 @@ class Units:
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
     """The documents (int64[D]) with these texts, tokenized. Corrects `counts` for those that it leaves out."""
-    if self.tokenizer.byte_table is None:
+    if self.tokenizer.byte_table is None or self.tokenizer.normalizes:
       pairs = self.tokenizer.encode_bytes(texts)
       ids, sizes = [ids for ids, _ in pairs], concatenated([size for _, size in pairs])
     else:
@@ -105,7 +105,7 @@ class Units:
 
   def frame(self, pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], documents: np.ndarray) -> Encoded:
     """Adds the layout's begin and end tokens to documents. pieces: (ids of some documents end to end, int64 length of
-    each, source bytes of each id or None where the tokenizer has a byte table). documents: int64[D], of all pieces."""
+    each, source bytes of each id or None where the byte table gives them). documents: int64[D], of all pieces."""
     before, after = int(self.layout.add_bos), int(self.layout.add_eos)
     lengths = concatenated([lengths for _, lengths, _ in pieces])
     ends = np.cumsum(lengths + before + after)
@@ -120,11 +120,11 @@ class Units:
     for ids, count, _ in pieces:  # piece by piece, so that each stays in the CPU's cache
       first, stop = stop, stop + len(ids) + len(count) * (before + after)
       tokens[first:stop][is_text[first:stop]] = ids
-    table = self.tokenizer.byte_table
-    sizes = np.zeros(len(tokens) if table is None else 0, np.int64)
-    if table is None:
-      sizes[is_text] = concatenated([behind for _, _, behind in pieces if behind is not None])
-    return Encoded(tokens, ends, documents, table, sizes)
+    if not (behind := [behind for _, _, behind in pieces if behind is not None]):
+      return Encoded(tokens, ends, documents, self.tokenizer.byte_table)
+    sizes = np.zeros(len(tokens), np.int64)
+    sizes[is_text] = concatenated(behind)
+    return Encoded(tokens, ends, documents, None, sizes)
 
 
 def concatenated(arrays: list[np.ndarray]) -> np.ndarray:

@@ -173,11 +173,10 @@ def take(items: Iterable[T], cap: int, domain: str, size: Callable[[T], int]) ->
   """The first of some documents, up to `cap` bytes together (0 = no cap). Raises ConfigError for too low a cap."""
   taken, total = [], 0
   for item in items:
-    total += size(item)
-    if cap and total > cap:
-      if not taken:
-        raise too_low_cap(cap, domain, total)
-      break
+    if cap and (total := total + size(item)) > cap:
+      if taken:
+        break
+      raise too_low_cap(cap, domain, total)
     taken.append(item)
   return taken
 

@@ -24,8 +24,7 @@ class Opened:
   """The last `limit` results of `open_one`; pickled without them. lock: for what threads must not read at once."""
 
   def __init__(self, open_one: Callable, limit: int | None):
-    self._open_one, self._limit = open_one, limit
-    self.lock = threading.Lock()
+    self._open_one, self._limit, self.lock = open_one, limit, threading.Lock()
     self.get = functools.lru_cache(limit)(open_one)
 
   def __reduce__(self):
@@ -80,7 +79,8 @@ class RecordSource(Source):
     if index is None:  # estimated from some records
       some = np.unique(np.linspace(0, len(self) - 1, _SAMPLES).astype(np.int64))
       sizes = [len(text) for text in base.read_or_skip(self.texts, some) if text is not None]
-      self.num_bytes = int(np.mean(sizes) * len(self)) if sizes else 0
+      sizes = sizes or [0 for _ in base.read_or_skip(self.texts, some[:1], cfg.on_corrupt)]  # perhaps no text at all
+      self.num_bytes = int(np.mean(sizes) * len(self))
     else:
       self.num_bytes = int(index[1].sum())
     self._fields = self._kept(cfg.document_fields)

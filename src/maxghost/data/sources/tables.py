@@ -10,10 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from maxghost.config import ConfigError, DataConfig
 from maxghost.config.values import import_package
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import columns_of, join_columns, read_all, take, wanted_fields
+from maxghost.data.sources.base import columns_of, join_columns, read_all, read_or_skip, take, wanted_fields
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import RECORD, Opened, RecordSource, Shard
 
@@ -35,9 +37,9 @@ def load(cfg: DataConfig) -> RecordSource:
     table, name, files = opened.get(path, cfg)
     read, place = functools.partial(_read, opened, path, cfg), functools.partial(RECORD, path)
     shard = Shard(domain, name, "", len(table), read, place)
-    seen = [fingerprint(file) for file in sorted(files)]
-    seen = seen or shard.texts([*range(len(table))], [], cfg.train_data_columns)
-    shards.append(dataclasses.replace(shard, fingerprint=f"{text_hash(*seen):016x}"))
+    texts = lambda rows, shard=shard: shard.texts(rows.tolist(), [], cfg.train_data_columns)  # noqa: E731
+    seen: Any = [*map(fingerprint, sorted(files))] or read_or_skip(texts, np.arange(len(table)), cfg.on_corrupt)
+    shards.append(dataclasses.replace(shard, fingerprint=f"{text_hash(*(one or b'' for one in seen)):016x}"))
   return RecordSource(shards, cfg)
 
 
@@ -47,8 +49,7 @@ def _name(path: str) -> str:
 
 
 def _read(opened: Opened, path: str, cfg: DataConfig, rows: list[int], _: list, __: tuple) -> list[dict[str, Any]]:
-  table, _, _ = opened.get(path, cfg)  # each worker process opens it again
-  return read_all(table.__getitems__, rows, _ERRORS, path)
+  return read_all(opened.get(path, cfg)[0].__getitems__, rows, _ERRORS, path)  # each worker process opens it again
 
 
 def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
@@ -70,9 +71,10 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   if cap > 0:
 
     def size(numbered: tuple[int, dict[str, Any]]) -> int:
-      number, row = numbered
+      where, row = functools.partial(RECORD, path, numbered[0]), numbered[1]
       columns_of(cfg.train_data_columns, row, f"dataset_files={path}")
-      return len(join_columns(functools.partial(RECORD, path, number), row, cfg.train_data_columns))
+      text = read_or_skip(lambda _: [join_columns(where, row, cfg.train_data_columns)], np.arange(1), cfg.on_corrupt)
+      return len(text[0] or b"")
 
     table = datasets.Dataset.from_list([row for _, row in take(enumerate(table), cap, path, size)])
   found = columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
@@ -88,8 +90,7 @@ def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   try:
     builder: Any = tfds.builder(dataset, data_dir=os.path.expanduser(cfg.dataset_path) or None)
   except Exception as error:  # DatasetNotFoundError, and ValueError for malformed names
-    path = os.path.expanduser(folder)
-    present = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    present = sorted(os.listdir(path)) if os.path.isdir(path := os.path.expanduser(folder)) else []
     said = f"dataset_files={dataset} is not found in dataset_path={folder} ({type(error).__name__})"
     raise ConfigError(f"{said}; it holds {', '.join(present[:10]) or 'none'}") from error
   if not builder.is_prepared():

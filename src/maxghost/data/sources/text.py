@@ -154,8 +154,8 @@ def _index_text(opened: Opened, path: str, kind: str, columns: tuple[str, ...]) 
   ends = [np.flatnonzero(view[first : first + _LINES_BYTES] == ord("\n")) + first for first in parts]
   stops = np.concatenate([*ends, [len(view)]]).astype(np.int64)
   starts = np.concatenate(([0], stops[:-1] + 1))
-  sizes, kept = np.maximum(stops - starts, 0), np.ones(len(starts), bool)
-  for line in np.flatnonzero(sizes < 3).tolist():
+  kept = (sizes := np.maximum(stops - starts, 0)) > 0
+  for line in np.flatnonzero(kept)[view[starts[kept]] <= ord(" ")].tolist():  # begins with white space: perhaps blank
     kept[line] = bool(view[starts[line] : stops[line]].tobytes().strip())
   starts, sizes = starts[kept], sizes[kept]
   if len(starts):
