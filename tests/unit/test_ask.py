@@ -14,7 +14,7 @@ from flax import nnx
 from test_attribute import CFG, SGD, points
 from test_less import precision
 
-from maxghost import ask, attribute, attribution, cli, config, train
+from maxghost import ask, attribute, attribution, cli, config, data, scorelog, train
 from maxghost.attribution import index, offline, words
 from maxghost.attribution import sources as sources_module
 from maxghost.attribution.corpus import Corpus
@@ -270,6 +270,25 @@ def log_of(run):
   for *key, step, epoch, value in zip(*columns, log["contribution"][:, 0].tolist(), strict=True):
     found[tuple(key)].append((step, epoch, value))
   return found
+
+
+def test_what_a_selection_saw_and_left_out_was_not_trained_on(tmp_path):
+  (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+  cfg = config.replace(
+    CFG, dataset_type="text", dataset_files=(f"notes={tmp_path}/notes.jsonl",), ghost_val_sets=("notes",), vocab_size=263
+  )
+  config.save(cfg, tmp_path / "config.yml")
+  ids = [tuple(data.load_dataset(cfg.data, 0).source.document_id(n)) for n in range(2)]
+  writer = scorelog.Writer(tmp_path, ("notes",), period=1)
+  rows = {"tokens": [9, 9], "loss": [1, 1], "dot": [1, 1], "contribution": [0.5, 0], "share": [1, 0], "epoch": [0, 0]}
+  writer.append({"step": 0}, rows, ids)
+  writer.close()
+  sources = object.__new__(Sources)
+  sources._log = attribution.load(tmp_path)
+  assert [len(one) for one in sources._trained([(*key, 0) for key in ids])] == [1, 0]
+  corpus = Corpus.of_run(cfg, tmp_path)
+  documents = np.concatenate([batch.document_BS.ravel() for batch in corpus.batches(1)])
+  assert corpus._trained == {ids[0]} and {*documents[documents >= 0].tolist()} == {0}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Corpus:
     trained = set()
     for shard, rows in scorelog.load(run_dir).blocks():
       domain, path = shard.texts("domain"), shard.texts("path")
-      keys = np.unique(rows[["domain", "path", "offset", "chunk"]]).tolist()
+      keys = np.unique(rows[rows["share"] > 0][["domain", "path", "offset", "chunk"]]).tolist()  # not only seen
       trained |= {(str(domain[d]), str(path[p]), offset, chunk) for d, p, offset, chunk in keys}
     self, dataset = cls.__new__(cls), load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
     if not trained:

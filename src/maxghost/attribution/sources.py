@@ -147,7 +147,7 @@ class Sources:
     paths, offsets = ([*{key[i] for key in keys}] for i in (1, 2))
     for shard, rows in self._log.blocks() if self._log else ():
       domain, path = shard.texts("domain"), shard.texts("path")
-      for row in rows[np.isin(path, paths)[rows["path"]] & np.isin(rows["offset"], offsets)]:
+      for row in rows[np.isin(path, paths)[rows["path"]] & np.isin(rows["offset"], offsets) & (rows["share"] > 0)]:
         key = (str(domain[row["domain"]]), str(path[row["path"]]), int(row["offset"]), int(row["chunk"]))
         if key in found:
           values = int(row["step"]), int(row["epoch"]), float(row["contribution"][0])
