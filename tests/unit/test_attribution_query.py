@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -152,6 +153,8 @@ def test_where_reads_quotes_and_spaces(run_dir):
     ("path", "~", "x=*"),
     ("loss", ">=", 1e-3),
   ]
+  (unclosed,) = Where("path='tis.txt").conditions
+  assert unclosed.value == "'tis.txt"
 
 
 @pytest.mark.parametrize(
@@ -350,6 +353,17 @@ def test_a_frame_without_its_library_is_one_line(run_dir, monkeypatch):
   monkeypatch.setitem(sys.modules, "polars", None)
   with pytest.raises(ConfigError, match=r"to_polars\(\) needs polars: pip install polars"):
     attribution.load(run_dir).to_polars()
+
+
+def test_parquet_of_a_name_that_is_not_utf8(tmp_path):
+  parquet = pytest.importorskip("pyarrow.parquet")
+  writer = Writer(tmp_path)
+  rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
+  writer.append({"step": 0}, rows, [("notes", os.fsdecode(b"caf\xe9.txt"), 0)])
+  writer.close()
+  file = tmp_path / "answer.parquet"
+  assert scores.main([str(tmp_path), "--by", "document", "--format", "parquet", "--output", str(file)]) == 0
+  assert parquet.read_table(file)["path"].to_pylist() == ["caf?.txt"]
 
 
 @pytest.mark.parametrize("path", ["=1+2", "+x", "-x", "@SUM(A1)", "\tx"])
