@@ -209,9 +209,19 @@ def test_words_are_bm25_and_orders_are_fused(tmp_path):
   np.testing.assert_allclose(fused, [1 / 63 + 1 / 62, 1 / 61, 1 / 62 + 1 / 61], rtol=1e-6)
 
 
-def test_spans_end_where_the_next_chunk_begins():
-  ids = [["d", "a", 0, 24, 3], ["d", "b", 0, 0, 9], ["d", "a", 0, 0, 24], ["d", "a", 70, 0, 2]]
-  assert index.spans(ids) == [(24, None), (0, None), (0, 24), (0, None)]
+def test_a_chunk_ends_where_the_next_one_begins_also_if_that_one_is_not_indexed(tmp_path):
+  """Of a document of four chunks the run has trained on the second one alone."""
+  text = "".join(f"word{n:02} " for n in range(12))  # 84 bytes: chunks of 24 pairs begin at bytes 0, 23, 47 and 71
+  (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in (text, "x")))
+  pattern = f"notes={tmp_path}/notes.jsonl"
+  corpus = Corpus((pattern,), CFG.data, "--data")
+  corpus._trained, corpus._chunks = {("notes", "notes.jsonl", 0)}, {("notes", "notes.jsonl", 0, 23)}
+  with tiny.cheap_compilation():
+    assert offline.build_index(CFG, iter(points(CFG)), corpus, tmp_path / "index", 1, 1, 8) == 1
+  config.save(attribute.as_run(CFG, [pattern], ("notes",)), tmp_path / "index" / "config.yml")
+  sources = sources_of(CFG, tmp_path)
+  assert sources._texts_of([0]) == [text[23:47]]
+  assert words.Words(tmp_path / "index", 1)._number.keys() == {*words.words_of(text[23:47])}
 
 
 RUN = (
@@ -274,9 +284,8 @@ def log_of(run):
 
 def test_what_a_selection_saw_and_left_out_was_not_trained_on(tmp_path):
   (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-  cfg = config.replace(
-    CFG, dataset_type="text", dataset_files=(f"notes={tmp_path}/notes.jsonl",), ghost_val_sets=("notes",), vocab_size=263
-  )
+  files = (f"notes={tmp_path}/notes.jsonl",)
+  cfg = config.replace(CFG, dataset_type="text", dataset_files=files, ghost_val_sets=("notes",))
   config.save(cfg, tmp_path / "config.yml")
   ids = [tuple(data.load_dataset(cfg.data, 0).source.document_id(n)) for n in range(2)]
   writer = scorelog.Writer(tmp_path, ("notes",), period=1)

@@ -23,13 +23,15 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Batch, DocumentId
 
 BLOCK_DOCUMENTS = 4096  # packed at a time
+END = 2**62  # of a document, in bytes
 
 
 class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
   data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
-  Raises ConfigError for patterns and files that cannot be read.
+  Raises ConfigError for patterns and files that cannot be read. ends: {(document, first byte): byte behind, or END} of
+  the chunks around the last batch that was read.
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
@@ -88,7 +90,10 @@ class Corpus:
       indices = np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source)))
       if self._trained is not None:
         indices = indices[np.array([tuple(self.document_id(i)) in self._trained for i in indices.tolist()], bool)]
-      rows = self._rows(indices)
+      rows, order = (packed := self._rows(indices)), np.lexsort((packed.offset, packed.document))
+      number, begin = packed.document[order], packed.offset[order]
+      end = np.where(np.diff(number, append=-1) == 0, np.roll(begin, -1), END)
+      self.ends = dict(zip(zip(number.tolist(), begin.tolist(), strict=True), end.tolist(), strict=True))
       chosen = np.arange(len(rows))
       if self._chunks is not None:
         places = zip(rows.document.tolist(), rows.offset.tolist(), strict=True)
