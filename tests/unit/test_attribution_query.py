@@ -355,6 +355,16 @@ def test_a_frame_without_its_library_is_one_line(run_dir, monkeypatch):
     attribution.load(run_dir).to_polars()
 
 
+def test_a_share_is_kept_to_the_document(tmp_path, capsys):
+  """16.1 % of 1000 are 161; in floating point they are more."""
+  writer = Writer(tmp_path)
+  rows = {name: np.ones(1000) for name in ("tokens", "loss", "dot", "contribution")}
+  writer.append({"step": 0}, rows, [("d", f"{n}", 0) for n in range(1000)])
+  writer.close()
+  assert scores.main([str(tmp_path), "--keep", "16.1%", "--format", "ids"]) == 0
+  assert len(capsys.readouterr().out.splitlines()) == 161
+
+
 def test_parquet_of_a_name_that_is_not_utf8(tmp_path):
   parquet = pytest.importorskip("pyarrow.parquet")
   writer = Writer(tmp_path)
