@@ -137,7 +137,9 @@ def test_the_log_and_its_answers_have_both_readings(tmp_path, capsys):
 
 def test_a_step_after_a_schedule_that_ends_at_0_adds_nothing(tmp_path):
   """As `maxghost attribute` writes it for the last checkpoint: many batches, so no one clipping factor."""
-  steps = [({"learning_rate": rate, "learning_rate_in_all": rate}, [("a", "x", 0, 0, 10, rate)]) for rate in (0.25, 0.0)]
+  steps = [
+    ({"learning_rate": rate, "learning_rate_in_all": rate}, [("a", "x", 0, 0, 10, rate)]) for rate in (0.25, 0.0)
+  ]
   answer = ask(attribution.load(write_log(tmp_path, steps)), Query(by="document"))
   np.testing.assert_array_equal(answer.columns["in_all"], [0.25])
 
