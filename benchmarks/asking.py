@@ -50,7 +50,8 @@ def prepare(folder: Path, chunks: int, overrides: list[str]) -> Path:
 def _enlarge(folder: Path, place: Path, chunks: int) -> None:
   from maxghost import attribute, config
   from maxghost.attribution import words
-  from maxghost.attribution.index import files_of
+  from maxghost.attribution.corpus import END
+  from maxghost.attribution.index import ENDS, files_of
   from maxghost.config.files import check_seal, sealed
   from maxghost.data.hashing import sha256
 
@@ -71,6 +72,7 @@ def _enlarge(folder: Path, place: Path, chunks: int) -> None:
     offset += len(line)
   (place / "ids.jsonl").write_text("".join(ids))
   words.write(place, enumerate(texts), chunks)
+  np.save(place / ENDS, np.full(chunks, END))
   cfg = config.load(str(place / "config.yml"))
   config.save(attribute.as_run(cfg, [f"notes={folder}/corpus.jsonl"], ("notes",)), place / "config.yml")
   about |= {"chunks": chunks, "files": {name: sha256(place / name) for name in about["files"]}}

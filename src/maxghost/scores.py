@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   if bool(args.keep) != (args.format == "ids"):
     raise ConfigError("--keep and --format ids go together: maxghost scores RUN --keep 5% --format ids --output FILE")
   share = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", args.keep)
-  args.percent = float(share[1]) if share else 0.0
+  args.percent = Fraction(share[1]) if share else 0  # of a float, 16.1 % of 1000 would be 162
   if args.keep and not 0 < args.percent <= 100:
     raise ConfigError(f"--keep {args.keep}: a share of the documents above 0% and up to 100%, such as 5%")
   ids = "--keep" if args.keep else "--drop-below" if args.drop_below is not None else ""

@@ -14,7 +14,7 @@ from flax import nnx
 from test_attribute import CFG, SGD, points
 from test_less import precision
 
-from maxghost import ask, attribute, attribution, cli, config, train
+from maxghost import ask, attribute, attribution, cli, config, data, scorelog, train
 from maxghost.attribution import index, offline, words
 from maxghost.attribution import sources as sources_module
 from maxghost.attribution.corpus import Corpus
@@ -209,9 +209,19 @@ def test_words_are_bm25_and_orders_are_fused(tmp_path):
   np.testing.assert_allclose(fused, [1 / 63 + 1 / 62, 1 / 61, 1 / 62 + 1 / 61], rtol=1e-6)
 
 
-def test_spans_end_where_the_next_chunk_begins():
-  ids = [["d", "a", 0, 24, 3], ["d", "b", 0, 0, 9], ["d", "a", 0, 0, 24], ["d", "a", 70, 0, 2]]
-  assert index.spans(ids) == [(24, None), (0, None), (0, 24), (0, None)]
+def test_a_chunk_ends_where_the_next_one_begins_also_if_that_one_is_not_indexed(tmp_path):
+  """Of a document of four chunks the run has trained on the second one alone."""
+  text = "".join(f"word{n:02} " for n in range(12))  # 84 bytes: chunks of 24 pairs begin at bytes 0, 23, 47 and 71
+  (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in (text, "x")))
+  pattern = f"notes={tmp_path}/notes.jsonl"
+  corpus = Corpus((pattern,), CFG.data, "--data")
+  corpus._trained, corpus._chunks = {("notes", "notes.jsonl", 0)}, {("notes", "notes.jsonl", 0, 23)}
+  with tiny.cheap_compilation():
+    assert offline.build_index(CFG, iter(points(CFG)), corpus, tmp_path / "index", 1, 1, 8) == 1
+  config.save(attribute.as_run(CFG, [pattern], ("notes",)), tmp_path / "index" / "config.yml")
+  sources = sources_of(CFG, tmp_path)
+  assert sources._texts_of([0]) == [text[23:47]]
+  assert words.Words(tmp_path / "index", 1)._number.keys() == {*words.words_of(text[23:47])}
 
 
 RUN = (
@@ -270,6 +280,24 @@ def log_of(run):
   for *key, step, epoch, value in zip(*columns, log["contribution"][:, 0].tolist(), strict=True):
     found[tuple(key)].append((step, epoch, value))
   return found
+
+
+def test_what_a_selection_saw_and_left_out_was_not_trained_on(tmp_path):
+  (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+  files = (f"notes={tmp_path}/notes.jsonl",)
+  cfg = config.replace(CFG, dataset_type="text", dataset_files=files, ghost_val_sets=("notes",))
+  config.save(cfg, tmp_path / "config.yml")
+  ids = [tuple(data.load_dataset(cfg.data, 0).source.document_id(n)) for n in range(2)]
+  writer = scorelog.Writer(tmp_path, ("notes",), period=1)
+  rows = {"tokens": [9, 9], "loss": [1, 1], "dot": [1, 1], "contribution": [0.5, 0], "share": [1, 0], "epoch": [0, 0]}
+  writer.append({"step": 0}, rows, ids)
+  writer.close()
+  sources = object.__new__(Sources)
+  sources._log = attribution.load(tmp_path)
+  assert [len(one) for one in sources._trained([(*key, 0) for key in ids])] == [1, 0]
+  corpus = Corpus.of_run(cfg, tmp_path)
+  documents = np.concatenate([batch.document_BS.ravel() for batch in corpus.batches(1)])
+  assert corpus._trained == {ids[0]} and {*documents[documents >= 0].tolist()} == {0}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -152,6 +153,8 @@ def test_where_reads_quotes_and_spaces(run_dir):
     ("path", "~", "x=*"),
     ("loss", ">=", 1e-3),
   ]
+  (unclosed,) = Where("path='tis.txt").conditions
+  assert unclosed.value == "'tis.txt"
 
 
 @pytest.mark.parametrize(
@@ -350,6 +353,27 @@ def test_a_frame_without_its_library_is_one_line(run_dir, monkeypatch):
   monkeypatch.setitem(sys.modules, "polars", None)
   with pytest.raises(ConfigError, match=r"to_polars\(\) needs polars: pip install polars"):
     attribution.load(run_dir).to_polars()
+
+
+def test_a_share_is_kept_to_the_document(tmp_path, capsys):
+  """16.1 % of 1000 are 161; in floating point they are more."""
+  writer = Writer(tmp_path)
+  rows = {name: np.ones(1000) for name in ("tokens", "loss", "dot", "contribution")}
+  writer.append({"step": 0}, rows, [("d", f"{n}", 0) for n in range(1000)])
+  writer.close()
+  assert scores.main([str(tmp_path), "--keep", "16.1%", "--format", "ids"]) == 0
+  assert len(capsys.readouterr().out.splitlines()) == 161
+
+
+def test_parquet_of_a_name_that_is_not_utf8(tmp_path):
+  parquet = pytest.importorskip("pyarrow.parquet")
+  writer = Writer(tmp_path)
+  rows = {"tokens": [1], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
+  writer.append({"step": 0}, rows, [("notes", os.fsdecode(b"caf\xe9.txt"), 0)])
+  writer.close()
+  file = tmp_path / "answer.parquet"
+  assert scores.main([str(tmp_path), "--by", "document", "--format", "parquet", "--output", str(file)]) == 0
+  assert parquet.read_table(file)["path"].to_pylist() == ["caf?.txt"]
 
 
 @pytest.mark.parametrize("path", ["=1+2", "+x", "-x", "@SUM(A1)", "\tx"])

@@ -135,6 +135,15 @@ def test_the_log_and_its_answers_have_both_readings(tmp_path, capsys):
   assert ">In all<" in page and "stay as they are" in page
 
 
+def test_a_step_after_a_schedule_that_ends_at_0_adds_nothing(tmp_path):
+  """As `maxghost attribute` writes it for the last checkpoint: many batches, so no one clipping factor."""
+  steps = [
+    ({"learning_rate": rate, "learning_rate_in_all": rate}, [("a", "x", 0, 0, 10, rate)]) for rate in (0.25, 0.0)
+  ]
+  answer = ask(attribution.load(write_log(tmp_path, steps)), Query(by="document"))
+  np.testing.assert_array_equal(answer.columns["in_all"], [0.25])
+
+
 def test_a_log_without_it_is_read_as_before(tmp_path, capsys):
   run_dir = write_log(tmp_path, [({"learning_rate": 0.25}, [("a", "x", 0, 0, 10, 0.5)])])
   log = attribution.load(run_dir)

@@ -11,6 +11,7 @@ from maxghost import attribution
 from maxghost.attribution import summary, token_values
 from maxghost.attribution.html import render
 from maxghost.attribution.texts import Source
+from maxghost.data.tokenizers import load_tokenizer
 from maxghost.scorelog import tokens
 
 TEXT = "né!".encode()  # 4 bytes, 3 characters; the end token follows
@@ -49,6 +50,14 @@ def test_the_larger_exposure_in_characters(run_dir):
   assert marked.step == 10 and marked.pieces == ("n", "é", "!", token_values.END)
   np.testing.assert_allclose(marked.values, [-2, -4 - 8, -16, -32])
   shutil.rmtree(run_dir / "ghost" / "tokens")
+
+
+def test_a_chunk_that_ends_inside_a_character_keeps_its_value():
+  tokenizer = load_tokenizer("byte", "")
+  pieces, values = token_values._pieces([97, *"é漢".encode()[:-1]], np.arange(1.0, 6.0), tokenizer)
+  assert pieces == ("a", "é", "\ufffd")
+  np.testing.assert_array_equal(values, [1, 5, 9])
+  assert token_values._pieces([0xE9], np.ones(1), tokenizer)[0] == ("\ufffd",), "a page of nothing but such a chunk"
 
 
 def test_the_page_marks_pieces_by_size_and_sign(run_dir):

@@ -23,13 +23,15 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Batch, DocumentId
 
 BLOCK_DOCUMENTS = 4096  # packed at a time
+END = 2**62  # of a document, in bytes
 
 
 class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
   data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
-  Raises ConfigError for patterns and files that cannot be read.
+  Raises ConfigError for patterns and files that cannot be read. ends: {(document, first byte): byte behind, or END} of
+  the chunks around the last batch that was read.
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
@@ -49,7 +51,7 @@ class Corpus:
     trained = set()
     for shard, rows in scorelog.load(run_dir).blocks():
       domain, path = shard.texts("domain"), shard.texts("path")
-      keys = np.unique(rows[["domain", "path", "offset", "chunk"]]).tolist()
+      keys = np.unique(rows[rows["share"] > 0][["domain", "path", "offset", "chunk"]]).tolist()  # not only seen
       trained |= {(str(domain[d]), str(path[p]), offset, chunk) for d, p, offset, chunk in keys}
     self, dataset = cls.__new__(cls), load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
     if not trained:
@@ -88,7 +90,10 @@ class Corpus:
       indices = np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source)))
       if self._trained is not None:
         indices = indices[np.array([tuple(self.document_id(i)) in self._trained for i in indices.tolist()], bool)]
-      rows = self._rows(indices)
+      rows, order = (packed := self._rows(indices)), np.lexsort((packed.offset, packed.document))
+      number, begin = packed.document[order], packed.offset[order]
+      end = np.where(np.diff(number, append=-1) == 0, np.roll(begin, -1), END)
+      self.ends = dict(zip(zip(number.tolist(), begin.tolist(), strict=True), end.tolist(), strict=True))
       chosen = np.arange(len(rows))
       if self._chunks is not None:
         places = zip(rows.document.tolist(), rows.offset.tolist(), strict=True)

@@ -23,7 +23,8 @@ from maxghost.config import ConfigError
 from maxghost.config.files import check_seal
 from maxghost.data.hashing import changed_files
 
-VERSION = 4  # 4: int8, and what ranks chunks
+VERSION = 5  # 5: where chunks end
+ENDS = "ends.npy"
 KEYS = ("domain", "path", "offset", "chunk", "tokens")  # of a line of ids.jsonl
 HYBRID, SIMILARITY, NATS = ORDERS = ("hybrid", "similarity", "nats")  # what chunks are ranked by
 CONTRIBUTION, LESS = "contribution", "less"  # methods of an index
@@ -164,15 +165,6 @@ def _give_back(held_NMR: Any) -> None:
   """The pages of a memory-mapped file that have been read count as resident until the system is told to drop them."""
   if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
     held_NMR.base.madvise(mmap.MADV_DONTNEED)
-
-
-def spans(ids: list[list]) -> list[tuple[int, int | None]]:
-  """(first byte, end) of each chunk in its document; None where it is the document's last."""
-  ends: dict[tuple, int | None] = {}
-  for *key, chunk, _ in sorted(ids, key=lambda one: one[:4], reverse=True):
-    document = tuple(key)
-    ends[document, chunk], ends[document] = ends.get(document), chunk
-  return [(chunk, ends[tuple(key), chunk]) for *key, chunk, _ in ids]
 
 
 def side_of(num_directions: int) -> int:

@@ -98,8 +98,8 @@ def build_index(
 
   `sketch_<step>.npy` [N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random directions
   in each parameter and layer, as `index.py` says; float32 for LESS. `ids.jsonl`: [domain, path, offset, chunk, tokens]
-  of each chunk. `step.npz`: the corpus's first `step_rows` rows, the batch of the step whose response queries are
-  passed through. `index.json`: the rest. method: one of METHODS.
+  of each chunk; `ends.npy`: the byte behind it. `step.npz`: the corpus's first `step_rows` rows, the batch of the step
+  whose response queries are passed through. `index.json`: the rest. method: one of METHODS.
   """
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
@@ -107,15 +107,15 @@ def build_index(
   step_batch, ids, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   names = ["step.npz", "ids.jsonl"]
   for point in points:
-    held, ids, documents = (index.Shrunk() if method == index.CONTRIBUTION else index.Whole()), [], []
+    held, ids, spans = (index.Shrunk() if method == index.CONTRIBUTION else index.Whole()), [], []
     scale = sketcher.respond(point.state, step_batch, ())[0]
     for batch in map(sketcher.prepare, corpus.batches(num_rows)):
       sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
       kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
       held.add(sketch_BSMR[kept_BS])
-      places = zip(batch.document_BS[kept_BS], batch.offset_BS[kept_BS], tokens_BS[kept_BS], strict=True)
-      documents += batch.document_BS[kept_BS].tolist()
-      ids += [[*corpus.document_id(number), int(chunk), int(tokens)] for number, chunk, tokens in places]
+      places = [*zip(*(x[kept_BS].tolist() for x in (batch.document_BS, batch.offset_BS, tokens_BS)), strict=True)]
+      spans += [(number, chunk, corpus.ends[number, chunk]) for number, chunk, _ in places]
+      ids += [[*corpus.document_id(number), chunk, tokens] for number, chunk, tokens in places]
     if not ids:
       raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
     names += held.save(folder, point.step)
@@ -124,10 +124,10 @@ def build_index(
   with open(folder / "ids.jsonl", "w", encoding="utf-8") as file:
     file.writelines(json.dumps(entry) + "\n" for entry in ids)
   if method == index.CONTRIBUTION:
-    places = zip(documents, range(len(ids)), index.spans(ids), strict=True)
     text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document follow each other
-    texts = ((n, text(number)[slice(*span)].decode("utf-8", "replace")) for number, n, span in places)
-    names.append(words.write(folder, texts, len(ids)))
+    texts = (text(number)[start:end].decode("utf-8", "replace") for number, start, end in spans)
+    np.save(folder / index.ENDS, np.array([end for *_, end in spans]))
+    names += [index.ENDS, words.write(folder, enumerate(texts), len(ids))]
   about = {
     "version": index.VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
     "chunks": len(ids), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,

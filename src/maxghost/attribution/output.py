@@ -17,7 +17,7 @@ from maxghost.attribution.query import Answer
 from maxghost.attribution.report_text import loss_of
 from maxghost.attribution.texts import snippet
 from maxghost.config import ConfigError
-from maxghost.config.files import write_text
+from maxghost.config.files import write_whole
 from maxghost.config.values import import_package, printable
 
 WIDE = 120  # characters; a narrower table leaves out what it can
@@ -26,10 +26,11 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of cells that spreadshe
 INTERVALS = {"contribution": "half_width", "per_million_tokens": "per_million_half_width"}  # shown in the same cell
 
 
-def write_output(path: Path, text: str) -> None:
-  """Writes a text file whole or not at all. Raises ConfigError where the place cannot be written."""
+def write_output(path: Path, content: str | bytes) -> None:
+  """Writes a file whole or not at all. Raises ConfigError where the place cannot be written."""
   try:
-    write_text(path, text)
+    with write_whole(path) as file:
+      file.write(content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
   except OSError as error:
     raise ConfigError(f"cannot write {path} ({error.strerror}); name another place with --output") from error
 
@@ -76,13 +77,11 @@ def as_csv(answer: Answer) -> str:
 def write_parquet(answer: Answer, path: Path):
   """A Parquet file whose fields carry their units. Raises ConfigError without pyarrow."""
   pa, parquet = (import_package(name, "--format parquet", "scores") for name in ("pyarrow", "pyarrow.parquet"))
-  table = pa.table(answer.columns)
-  about, units = {"val_set": answer.val_set, "direction": answer.direction}, answer.units
+  table, buffer, units = pa.table(answer.for_others()), io.BytesIO(), answer.units
+  about = {"val_set": answer.val_set, "direction": answer.direction}
   fields = [field.with_metadata({"unit": units[field.name]} if field.name in units else None) for field in table.schema]
-  try:
-    parquet.write_table(table.cast(pa.schema(fields, metadata=about)), path)
-  except OSError as error:
-    raise ConfigError(f"cannot write {path} ({error.strerror or error}); name another place with --output") from error
+  parquet.write_table(table.cast(pa.schema(fields, metadata=about)), buffer)
+  write_output(path, buffer.getvalue())
 
 
 def show(answer: Answer, console):

@@ -12,7 +12,7 @@ from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.texts import Source
 from maxghost.attribution.where import Where, refuse_unknown
 from maxghost.config import ConfigError
-from maxghost.scorelog.format import TABLE, frame
+from maxghost.scorelog.format import TABLE, for_others, frame
 from maxghost.scorelog.reader import ScoreLog
 
 BY = ("domain", "document", "source", "step", "layer", "module")
@@ -69,11 +69,15 @@ class Answer:
 
   def to_pandas(self) -> Any:
     """A pandas.DataFrame of the shown groups."""
-    return frame("pandas", self.columns)
+    return frame("pandas", self.for_others())
 
   def to_polars(self) -> Any:
     """A polars.DataFrame of the shown groups."""
-    return frame("polars", self.columns)
+    return frame("polars", self.for_others())
+
+  def for_others(self) -> dict[str, Any]:
+    """The columns, texts as valid UTF-8."""
+    return {name: for_others(v) if isinstance(v, list) else v for name, v in self.columns.items()}
 
 
 def _cell(value) -> str:
@@ -94,13 +98,11 @@ def _check(query: Query, fields: tuple[str, ...]):
 def ask(log: ScoreLog, query: Query) -> Answer:
   """Answers a query. Raises ConfigError for unknown names and for combinations that have no answer."""
   _check(query, log.fields)
-  if query.val_set:
-    refuse_unknown(f"--set {query.val_set}: no validation set of this run", query.val_set, log.val_sets)
-  k = log.val_sets.index(query.val_set) if query.val_set else 0
+  val_set = query.val_set or log.val_sets[0]
+  refuse_unknown(f"--set {val_set}: no validation set of this run", val_set, log.val_sets)
+  k, notes = log.val_sets.index(val_set), list(log.messages)
   where = Where(query.where, k, log.fields)
-  notes = list(log.messages)
-  answer = _by_layer if query.by in ("layer", "module") else _by_rows
-  columns = answer(log, query, where, k, notes)
+  columns = (_by_layer if query.by in ("layer", "module") else _by_rows)(log, query, where, k, notes)
   tokens, num_groups = np.maximum(columns["tokens"], 1), len(columns["contribution"])
   columns["per_million_tokens"] = columns["contribution"] / tokens * 1e6
   columns["per_million_half_width"] = columns["half_width"] / tokens * 1e6
@@ -110,8 +112,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
     none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
     notes.append(none if query.where else "no document was scored yet")
   order, num_top = _order(columns, query)
-  columns = {name: values[order] for name, values in columns.items()}
-  columns = {name: values.tolist() if values.dtype == object else values for name, values in columns.items()}
+  columns = {name: v.tolist() if (v := values[order]).dtype == object else v for name, values in columns.items()}
   if query.text:
     source = Source(log.run_dir)
     notes += source.open(log.said_of("fingerprint"))
@@ -121,7 +122,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
       notes.append(f"{len(keys) - len(found)} of {len(keys)} documents are no longer in the source")
     columns["text"] = [found.get(key) for key in keys]
   units = {name: text.format(unit=SCALES[query.scale]) for name, text in MEASURES.items()}
-  return Answer(columns, num_groups, num_top, units, notes, log.val_sets[k], ", ".join(log.said_of("direction")))
+  return Answer(columns, num_groups, num_top, units, notes, val_set, ", ".join(log.said_of("direction")))
 
 
 def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]) -> dict:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from maxghost import attribution
-from maxghost.attribution.index import KEYS, Index, open_index, spans, standard_error
+from maxghost.attribution.index import ENDS, KEYS, Index, open_index, standard_error
 from maxghost.attribution.offline import UNIT, Point, Sketcher, step_of
 from maxghost.attribution.texts import Source
 from maxghost.config import Config, ConfigError
@@ -54,7 +54,7 @@ class Sources:
     self._sketcher.step.clear_cache()  # it is not asked again
     self._compiled: dict[int, Callable] = {}  # by the length of the row
     heap.call("malloc_trim", 0)
-    self._texts, self._spans = Source(index_dir), spans(self.index.ids)
+    self._texts, self._ends = Source(index_dir), np.load(index_dir / ENDS)
     self.notes += self._texts.open((about["fingerprint"],))
     try:
       self._log = attribution.load(run_dir)
@@ -136,10 +136,9 @@ class Sources:
 
   def _texts_of(self, chunks: list[int]) -> list[str]:
     """The text of each chunk; empty where the source of the index cannot be read."""
-    keys = [tuple(self.index.ids[n][:3]) for n in chunks]
-    whole = self._texts.find(dict.fromkeys(keys))
-    texts = (whole.get(key, "").encode()[slice(*self._spans[n])] for key, n in zip(keys, chunks, strict=True))
-    return [text.decode("utf-8", "replace") for text in texts]
+    places = [(tuple(self.index.ids[n][:3]), slice(self.index.ids[n][3], self._ends[n])) for n in chunks]
+    whole = self._texts.find(dict.fromkeys(key for key, _ in places))
+    return [whole.get(key, "").encode()[place].decode("utf-8", "replace") for key, place in places]
 
   def _trained(self, keys: list[tuple]) -> list[list[dict]]:
     """The steps in which the run trained on each chunk, with its contribution to the first validation set then."""
@@ -147,7 +146,7 @@ class Sources:
     paths, offsets = ([*{key[i] for key in keys}] for i in (1, 2))
     for shard, rows in self._log.blocks() if self._log else ():
       domain, path = shard.texts("domain"), shard.texts("path")
-      for row in rows[np.isin(path, paths)[rows["path"]] & np.isin(rows["offset"], offsets)]:
+      for row in rows[np.isin(path, paths)[rows["path"]] & np.isin(rows["offset"], offsets) & (rows["share"] > 0)]:
         key = (str(domain[row["domain"]]), str(path[row["path"]]), int(row["offset"]), int(row["chunk"]))
         if key in found:
           values = int(row["step"]), int(row["epoch"]), float(row["contribution"][0])

@@ -83,4 +83,7 @@ def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[st
       pieces.append(text or END)
       sums.append(total)
       text, total = "", 0.0
+  else:
+    if decoder.getstate()[0]:  # the chunk ends inside a character
+      pieces, sums = [*pieces, text + decoder.decode(b"", True)], [*sums, total]
   return tuple(pieces), np.array(sums)

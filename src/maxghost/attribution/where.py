@@ -92,7 +92,7 @@ def _conditions(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
       )
     at, column, sign, value = found.end(), found[1], found[2].replace("==", "="), found[3].strip()
     refuse_unknown(f"--where: unknown column {column!r}", column, (*ROW_COLUMNS, *fields))
-    value = value[1:-1] if value[:1] in ("'", '"') else value
+    value = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     wrong = f"--where: {column}{sign}{value}: "
     is_text = column in (*TEXTS, *fields)
     if is_text and sign not in _TEXT_OPERATORS:

@@ -6,7 +6,7 @@ K validation sets, S steps, M modules, L layers, D domains.
 import dataclasses
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,9 +93,9 @@ def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarr
   return columns
 
 
-def for_others(texts: np.ndarray) -> list[str]:
-  """Texts as valid UTF-8, for other programs: bytes of file names that are not UTF-8 become `?`."""
-  return [text.encode("utf-8", errors="replace").decode() for text in texts.tolist()]
+def for_others(texts: Iterable) -> list:
+  """Texts as valid UTF-8, for other programs: bytes of file names that are not UTF-8 become `?`; None stays."""
+  return [text if text is None else str(text).encode("utf-8", errors="replace").decode() for text in texts]
 
 
 def frame(library: str, columns: Mapping[str, Any]) -> Any:

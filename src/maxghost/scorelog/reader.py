@@ -171,12 +171,12 @@ class ScoreLog:
   def in_all(self, rows: np.ndarray) -> np.ndarray:
     """f64[N, K]: contributions with what momentum does with the gradients of `rows` later; NaN where unknown. In steps
     with learning rate 0 the product is formed from `dot`, since the contribution is 0 there."""
-    steps = self.steps
-    place_N = np.searchsorted(steps["step"], rows["step"])
+    steps, place_N = self.steps, np.searchsorted(self.steps["step"], rows["step"])
     rate_S, reach_S = steps["learning_rate"], steps["learning_rate_in_all"]
     value_NK = rows["contribution"] * (reach_S / np.where(rate_S > 0, rate_S, np.nan))[place_N, None]
     if (still_N := rate_S[place_N] == 0).any():
-      scale_N = rows["share"][still_N] * (reach_S * steps["clip_factor"])[place_N[still_N]]
+      scale_S = np.where(reach_S == 0, 0.0, reach_S * steps["clip_factor"])  # after the last step nothing stays
+      scale_N = rows["share"][still_N] * scale_S[place_N[still_N]]
       value_NK[still_N] = rows["dot"][still_N] * scale_N[:, None]
     return value_NK
 
