@@ -105,6 +105,15 @@ def test_bytes_behind_the_tokens(kind, made):
   assert again.fingerprint == tokenizer.fingerprint
 
 
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece", "tiktoken"])
+def test_ids_of_a_padded_vocabulary_have_no_text(kind, made):
+  tokenizer = load(made, kind)
+  ids = tokenizer.encode([b"the river"])[0].tolist()
+  beyond = [tokenizer.vocab_size, tokenizer.vocab_size + 7]
+  assert tokenizer.decode(np.array(beyond)) == b""
+  assert tokenizer.decode(np.array([beyond[0], *ids, beyond[1]])) == tokenizer.decode(np.array(ids))
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
 def test_any_text_survives_the_trained_bpe(text, made):

@@ -59,8 +59,8 @@ class Tokenizer:
     raise ConfigError(f"chat templates need tokenizer_type=huggingface, a tokenizer.json; {self.name} is another kind")
 
   def decode(self, ids: np.ndarray) -> bytes:
-    """The text of the ids; special ids have none."""
-    return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist()])
+    """The text of the ids; special ids have none, nor have those that only the model's padded vocabulary has."""
+    return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist() if i < self.vocab_size])
 
   def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
     """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
@@ -214,7 +214,7 @@ class SentencePieceTokenizer(Tokenizer):
     ]
 
   def decode(self, ids: np.ndarray) -> bytes:
-    return self._inner.decode(np.asarray(ids).tolist()).encode("utf-8")
+    return self._inner.decode([i for i in np.asarray(ids).tolist() if i < self.vocab_size]).encode("utf-8")
 
 
 class TiktokenTokenizer(Tokenizer):
