@@ -14,7 +14,7 @@ from maxghost.data.conversations import Rendering, messages_of
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.serving.batcher import Batcher, Request
 from maxghost.serving.samples import utf8
-from maxghost.serving.sampling import Sampling
+from maxghost.serving.sampling import COLDEST, Sampling
 
 
 class Refused(Exception):
@@ -164,7 +164,7 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
   chosen = {name: values[name] for name in _SAMPLING}
-  if chosen["temperature"] < 1e-6:  # the likeliest token, which survives every cut
+  if chosen["temperature"] < COLDEST:  # the likeliest token, which survives every cut
     chosen |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
   try:
     sampling = Sampling(**chosen)
