@@ -141,7 +141,7 @@ class Batcher:
 
   def __init__(self, engine: Engine, params, tokenizer, *, stop_ids: Sequence[int] = (), queue_limit: int = 256):
     self._engine, self._params, self._tokenizer = engine, params, tokenizer
-    self._stop_ids, self._queue_limit = frozenset(stop_ids), queue_limit
+    self._stop_ids, self.queue_limit = frozenset(stop_ids), queue_limit
     self._counters, self.failure = Counters(), ""
     self._changed, self._closing, self._aborted = threading.Condition(), False, False
     self._waiting: collections.deque[Job] = collections.deque()
@@ -175,10 +175,8 @@ class Batcher:
     with self._changed:
       if self._closing or self.failure:
         raise Closed(self.failure or "no more requests are taken: the server is stopping")
-      if len(self._waiting) >= self._queue_limit:
-        raise QueueFull(
-          f"{len(self._waiting)} requests wait already (queue_limit={self._queue_limit}); try again later"
-        )
+      if len(self._waiting) >= self.queue_limit:
+        raise QueueFull(f"{len(self._waiting)} requests wait already (queue_limit={self.queue_limit}); try again later")
       self._waiting.append(job)
       self._changed.notify()
     return job
