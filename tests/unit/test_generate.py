@@ -167,6 +167,9 @@ def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
   row = Row(Letters(), {7}, ["END"])
   shown = "".join(row.take(list(b"so ENxEND more"[:end]), last=False) for end in range(1, 15))
   assert shown == "so ENx" and row.ended and row.text == "so ENx"
+  row = Row(Letters(), {7}, ["### Question"])  # longer than the text before it is whole
+  pieces = [row.take(list(b"### Question: a"[:end]), last=False) for end in range(1, 16)]
+  assert pieces == [""] * 15 and row.ended
   row = Row(Letters(), {7}, ["END"])
   assert row.take(list(b"soE"), last=False) + row.take([*b"soEN", 7], last=True) == "soEN"
 

@@ -69,7 +69,7 @@ class Row:
     elif not last:
       text = text.rstrip("\ufffd")
       held = max(map(len, self._stop_texts), default=1) - 1  # may be the beginning of a stop text
-      text = text[: len(text) - held] if held else text
+      text = text[: max(len(text) - held, 0)]
     new, self.text = text[len(self.text) :], max(text, self.text, key=len)
     return new
 
