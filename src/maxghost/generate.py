@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
   layout = load_model.layout_of(cfg)
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter, layout)
   generator = Generator(graphdef, num_slots, sampling=sampling, stop_ids=sorted(stop_ids))
-  rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
+  rows = [Row(tokenizer, stop_ids, args.stop, prompt) for prompt in prompts]
   asked = [f"{text}\n" for text in texts] if args.chat else texts
   with shardings.use(layout):
     _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))

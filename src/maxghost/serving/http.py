@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -213,7 +212,7 @@ class Answer:
   """The answer to one request in OpenAI's form, of `count` texts. streams: whether it is sent as events."""
 
   def __init__(self, served: Served, values: dict[str, Any], count: int, prompt_tokens: int):
-    self._values, self._chat, self._decode = values, "messages" in values, served.tokenizer.decode
+    self._values, self._chat, self._piece = values, "messages" in values, served.tokenizer.piece
     self.streams, self._counts, self._lengths = values["stream"], [prompt_tokens, 0], [0] * count
     self._decoders = [codecs.getincrementaldecoder("utf-8")("ignore") for _ in range(count)]
     kind = "chat.completion" + ".chunk" * self.streams if self._chat else "text_completion"
@@ -275,7 +274,7 @@ class Answer:
     return own | {"top_logprobs": alternatives, "text_offset": offsets}
 
   def _token(self, number: int, logp: float) -> dict:
-    raw = self._decode(np.array([number]))
+    raw = self._piece(number)
     return {"token": raw.decode("utf-8", "replace"), "logprob": max(float(logp), -9999.0), "bytes": [*raw]}
 
 
