@@ -404,6 +404,21 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
   assert cli.main(["serve", empty, "--port", port]) == 2
   assert f"--port {port}: cannot be used" in capsys.readouterr().err
   taken.close()
+
+  def open_late(args):  # another server binds the port as well and is faster
+    taken.listen()
+    return served(EchoBatcher())
+
+  with socket.socket() as taken:
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", 0))
+    monkeypatch.setattr(serve, "_open", open_late)
+    port = str(taken.getsockname()[1])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    assert cli.main(["serve", empty, "--port", port]) == 2
+    assert f"--port {port}: cannot be used" in capsys.readouterr().err
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
   monkeypatch.setenv(serve.KEY, "secret\n")
   assert serve.parse(["x", "--host", "::"]).api_key == "secret"
   assert serve.parse(["x", "--api-key", "shown"]).api_key == "shown"

@@ -67,9 +67,8 @@ _NEUTRAL = {
   "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
   "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
 }  # fmt: skip
-_KINDS = {
-  int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "an object",
-}  # fmt: skip
+_KINDS = {bool: "true or false", str: "text", list: "a list", dict: "an object"}
+_KINDS |= {int: "a whole number", float: "a number"}
 
 
 def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]:
