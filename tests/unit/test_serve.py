@@ -24,6 +24,8 @@ from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
 from maxghost.serving import Generator
 from maxghost.serving import http as server
+from maxghost.serving.batcher import Piece
+from maxghost.serving.http import Answer
 from maxghost.training.state import to_tree
 
 ROOT = Path(__file__).resolve().parents[2] / "src" / "maxghost"
@@ -67,6 +69,12 @@ def test_offsets_count_characters_of_the_text(client):
   said = client.completions.create(model="echo", prompt="aé漢b", logprobs=0).choices[0].logprobs
   assert said.text_offset == [0, 1, 1, 2, 2, 2, 3, 4] and said.top_logprobs == [{}] * 8
   assert b"".join(map(bytes, said.bytes)) == "aé漢b".encode()
+
+
+def test_of_alternatives_with_one_text_the_likeliest_is_told():
+  answer = Answer(served(EchoBatcher()), {"logprobs": 3, "stream": False}, 1, 1)
+  piece = Piece("\ufffd", (203,), (-0.5,), ({203: -0.5, 97: -0.7, 204: -1.5, 256: -2.5, 257: -3.5},), "length")
+  assert answer._logprobs(0, piece)["top_logprobs"] == [{"\ufffd": -0.5, "a": -0.7, "": -2.5}]
 
 
 def test_the_official_client_chats_and_streams(client):

@@ -268,7 +268,9 @@ class Answer:
       self._lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
     columns = {"tokens": "token", "token_logprobs": "logprob", "bytes": "bytes"}
     own = {column: [token[name] for token in tokens] for column, name in columns.items()}
-    alternatives = [{one["token"]: one["logprob"] for one in top} for top in tops]
+    alternatives: list[dict[str, float]] = [{} for _ in tops]
+    for found, one in ((found, one) for found, top in zip(alternatives, tops, strict=True) for one in top):
+      found.setdefault(one["token"], one["logprob"])  # parts of characters share a text: the likeliest counts
     return own | {"top_logprobs": alternatives, "text_offset": offsets}
 
   def _token(self, number: int, logp: float) -> dict:
