@@ -62,8 +62,7 @@ class Row:
     if self.ended:
       return ""
     self.num_tokens = len(ids)
-    ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
-    text = self._decode(ids)
+    text = self._decode(ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids)
     if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
       text, self.ended = text[: min(found)], True
     elif not last:
