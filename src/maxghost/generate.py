@@ -131,10 +131,10 @@ def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer, place) -> 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
   try:
-    lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else []
+    text = args.prompts.read_text(encoding="utf-8") if args.prompts else ""
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
-  if not (texts := [*args.prompt, *lines]):
+  if not (texts := [*args.prompt, *(text.removesuffix("\n").split("\n") if text else [])]):
     raise ConfigError('no prompt: give --prompt "some text", or --prompts FILE')
   return texts
 

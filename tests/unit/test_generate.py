@@ -131,6 +131,15 @@ def test_several_prompts_come_one_below_the_other(folder, tmp_path, capsysbinary
   assert capsysbinary.readouterr()[0] == out
 
 
+def test_only_line_feeds_end_the_prompts_of_a_file(tmp_path):
+  (tmp_path / "prompts.txt").write_bytes("a\x0cb\u2028c\x85d\r\n\ne".encode())
+  asked = generate.parse(["model", "--prompts", str(tmp_path / "prompts.txt")])
+  assert generate._prompts(asked) == ["a\x0cb\u2028c\x85d", "", "e"]
+  (tmp_path / "prompts.txt").write_text("")
+  with pytest.raises(config.ConfigError, match="no prompt"):
+    generate._prompts(asked)
+
+
 class Letters:
   """A tokenizer for the test: an id is a byte."""
 
