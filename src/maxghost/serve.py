@@ -135,9 +135,8 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
     async def startup(self, sockets=None):
       _claim(args, listener.listen)  # two servers that load their models at once may both have bound it
       await super().startup(sockets)
-      host, port = listener.getsockname()[:2]
-      address = f"[{host}]" if ":" in host else host
-      print(f"serving {served.name}: http://{address}:{port}/ (Ctrl-C ends it)", flush=True)
+      at, port = listener.getsockname()[:2]
+      print(f"serving {served.name}: http://{f'[{at}]' if ':' in at else at}:{port}/ (Ctrl-C ends it)", flush=True)
 
     def handle_exit(self, sig, frame):
       """Requests go on for the grace; then their jobs are cancelled, so that clients are told."""
