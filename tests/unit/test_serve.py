@@ -412,24 +412,28 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
   assert cli.main(["serve", empty, "--port", port]) == 2
   assert f"--port {port}: cannot be used" in capsys.readouterr().err
   taken.close()
-
-  def open_late(args):  # another server binds the port as well and is faster
-    taken.listen()
-    return served(EchoBatcher())
-
-  with socket.socket() as taken:
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    taken.bind(("127.0.0.1", 0))
-    monkeypatch.setattr(serve, "_open", open_late)
-    port = str(taken.getsockname()[1])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    assert cli.main(["serve", empty, "--port", port]) == 2
-    assert f"--port {port}: cannot be used" in capsys.readouterr().err
-    for number, handler in handlers.items():
-      signal.signal(number, handler)
   monkeypatch.setenv(serve.KEY, "secret\n")
   assert serve.parse(["x", "--host", "::"]).api_key == "secret"
   assert serve.parse(["x", "--api-key", "shown"]).api_key == "shown"
+
+
+BOUND_TWICE = """
+import socket, sys
+from serving_fakes import EchoBatcher, served
+from maxghost import serve
+
+with socket.socket() as other:
+  other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  other.bind(("127.0.0.1", 0))
+  serve._open = lambda args: (other.listen(), served(EchoBatcher()))[1]
+  sys.exit(serve.main(["model", "--port", str(other.getsockname()[1])]))
+"""
+
+
+def test_of_two_servers_that_start_on_one_port_the_later_says_so():
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT.parent, Path(__file__).parent)))}
+  ended = subprocess.run([sys.executable, "-c", BOUND_TWICE], capture_output=True, text=True, env=environment)
+  assert ended.returncode == 2 and re.fullmatch(r"maxghost: --host 127.0.0.1 --port \d+: cannot .*\n", ended.stderr)
 
 
 def test_the_command_serves_a_run_and_stops_gracefully(tmp_path):
