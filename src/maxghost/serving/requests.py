@@ -117,8 +117,8 @@ def _short(value: Any) -> str:
 def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
   """The ids of each prompt of a body. Raises Refused, also for more texts than can ever wait at once."""
   given, n, most = values.get("prompt"), values.get("n", 1), served.batcher.queue_limit
-  several = isinstance(given, list) and given and type(given[0]) is not int
-  if (count := len(given) if several else 1) * n > most:
+  several = isinstance(given, list) and bool(given) and type(given[0]) is not int
+  if (count := len(given) if isinstance(given, list) and several else 1) * n > most:
     said = f"{count} prompt{'s' * (count > 1)}, n={n}: at most {most} texts in all; send them in several requests"
     raise Refused(f"{said}, or start the server with a larger --queue", "prompt" if several else "n")
   if values.get("messages") is not None:

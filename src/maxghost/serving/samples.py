@@ -55,5 +55,5 @@ class Sampler:
     self._generator = Generator(model, size, sampling=sampling, stop_ids=self._stop_ids)
 
   def __call__(self, state: nnx.State) -> str:
-    ids = self._generator.generate(state["model"], self._prompts, NUM_TOKENS).row(0)
+    ids = self._generator.generate(state["model"], self._prompts, NUM_TOKENS).row(0).tolist()
     return self._text + Row(self._tokenizer, self._stop_ids, (), self._prompts[0]).take(ids, last=True)
