@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
   layout = load_model.layout_of(cfg)
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter, layout)
   generator = Generator(graphdef, num_slots, sampling=sampling, stop_ids=sorted(stop_ids))
-  rows = [Row(tokenizer, stop_ids, args.stop) for _ in texts]
+  rows = [Row(tokenizer, stop_ids, args.stop, prompt) for prompt in prompts]
   asked = [f"{text}\n" for text in texts] if args.chat else texts
   with shardings.use(layout):
     _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
@@ -131,10 +131,10 @@ def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer, place) -> 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
   try:
-    lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else []
+    text = args.prompts.read_text(encoding="utf-8") if args.prompts else ""
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
-  if not (texts := [*args.prompt, *lines]):
+  if not (texts := [*args.prompt, *(text.removesuffix("\n").split("\n") if text else [])]):
     raise ConfigError('no prompt: give --prompt "some text", or --prompts FILE')
   return texts
 

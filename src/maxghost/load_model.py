@@ -16,7 +16,7 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.load_tree import open_load
-from maxghost.interop.model_path import ModelPlace
+from maxghost.interop.model_path import ModelPlace, plain
 
 
 def find(path: str | Path, config_file: str | None = None, otherwise: str | None = None, key: str = "", **changes):
@@ -53,11 +53,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  if cfg.adapter.lora_rank:
-    adapter, given = adapter or str(place.tree), cfg.checkpoint.load_parameters_path
-    if not given:
-      raise ConfigError(f"{place.tree} holds adapters of a model made from init_weights_seed; there is no base")
-    place, cfg = model_path.find(given, "load_parameters_path"), plain(cfg)
+  place, cfg, adapter = model_path.with_base(place, cfg, adapter)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(layout.abstract(abstract) if layout else abstract))
   tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
@@ -137,11 +133,6 @@ def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | N
   key, path = given or (cfg.checkpoint.given_by, cfg.checkpoint.given)
   with naming(key, path):
     return naming(key, path)(open_parameters(place, cfg, wanted))
-
-
-def plain(cfg: Config) -> Config:
-  """The configuration of the base of a model with adapters."""
-  return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", lora_module_path="")
 
 
 def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed: bool = False) -> Callable[[], dict]:

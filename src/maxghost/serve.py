@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,17 @@ def main(argv: list[str] | None = None) -> int:
     import_package(package, "maxghost serve", "serve")
   with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:  # before the model is loaded
-      listener.bind((args.host, args.port))
-    except (OSError, OverflowError) as error:
-      said = f"--host {args.host} --port {args.port}: cannot be used ({error})"
-      raise ConfigError(f"{said}; use another port, or 0 for any free one") from error
+    _claim(args, listener.bind, (args.host, args.port))  # before the model is loaded
     return _run(args, listener, _open(args))
+
+
+def _claim(args: argparse.Namespace, step: Callable[..., None], *given: Any) -> None:
+  """Takes a step towards the address. Raises ConfigError if another program has it."""
+  try:
+    step(*given)
+  except (OSError, OverflowError) as error:
+    said = f"--host {args.host} --port {args.port}: cannot be used ({error})"
+    raise ConfigError(f"{said}; use another port, or 0 for any free one") from error
 
 
 def _open(args: argparse.Namespace) -> Any:
@@ -127,10 +133,10 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
 
   class Serving(uvicorn.Server):
     async def startup(self, sockets=None):
+      _claim(args, listener.listen)  # two servers that load their models at once may both have bound it
       await super().startup(sockets)
-      host, port = listener.getsockname()[:2]
-      address = f"[{host}]" if ":" in host else host
-      print(f"serving {served.name}: http://{address}:{port}/ (Ctrl-C ends it)", flush=True)
+      at, port = listener.getsockname()[:2]
+      print(f"serving {served.name}: http://{f'[{at}]' if ':' in at else at}:{port}/ (Ctrl-C ends it)", flush=True)
 
     def handle_exit(self, sig, frame):
       """Requests go on for the grace; then their jobs are cancelled, so that clients are told."""

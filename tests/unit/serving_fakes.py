@@ -59,7 +59,7 @@ class EchoJob:
 class EchoBatcher:
   """pause: seconds of a token. slots: most jobs at once; more are refused."""
 
-  failure = ""
+  failure, queue_limit = "", 100
 
   def __init__(self, pause=0.0, slots=8):
     self.pause, self.slots, self.counters, self.jobs, self._lock = pause, slots, Counters(), [], threading.Lock()

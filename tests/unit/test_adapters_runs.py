@@ -17,7 +17,7 @@ from maxghost import adapters, config, load_model, train
 from maxghost.adapters import quantized
 from maxghost.checkpoint import compare, open_tree
 from maxghost.config import ConfigError
-from maxghost.interop import model_path, peft
+from maxghost.interop import hf_checkpoint, model_path, peft
 from maxghost.interop.load_tree import open_load
 from maxghost.scorelog import load
 from maxghost.training import state
@@ -148,6 +148,14 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   wanted = {"model": state.to_tree(state.abstract_arrays(abstract))}
   stored = state.from_tree(open_load(plain, wanted)()["model"], abstract)
   assert np.abs(nnx.merge(graphdef, stored)(tokens) - ours).max() > 1e-3
+
+
+def test_an_export_of_a_run_with_adapters_is_its_base_with_them(runs, tmp_path):
+  run, base = runs[0] / "whole" / "run", runs[0] / "base" / "run"
+  for source, target, adapter in ((run, "run", ""), (base, "merged", run), (base, "base", "")):
+    hf_checkpoint.export_model(source, tmp_path / target, adapter=adapter, say=lambda line: None)
+  own, merged, plain = ((tmp_path / x / "model.safetensors").read_bytes() for x in ("run", "merged", "base"))
+  assert own == merged != plain
 
 
 def _nested(flat: dict) -> dict:

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from maxghost import config, data
 from maxghost.config import ConfigError
 from maxghost.data import chat, tokenizer_files
+from maxghost.data.conversations import Rendering
 from maxghost.data.prepare import train_bpe
 from maxghost.data.sources import synthetic
 from maxghost.data.tokenizers import check_specials, load_tokenizer
 from maxghost.data.types import Document
+from maxghost.serving.batcher import Row
 
 TEXTS = ["the river keeps under the stone", "  Grüße, 漢字 & 🙂\n\tend ", "", "<|eos|> spelled out <|bos|>", "x"]
 
@@ -104,6 +106,55 @@ def test_bytes_behind_the_tokens(kind, made):
   again = pickle.loads(pickle.dumps(tokenizer))
   assert (again.encode([b"the river"])[0] == tokenizer.encode([b"the river"])[0]).all()
   assert again.fingerprint == tokenizer.fingerprint
+
+
+def like_llama2(folder) -> str:
+  """A tokenizer.json that, as Llama 2's, drops the first space of what it decodes; an answer has a space at its end."""
+  import tokenizers
+  from tokenizers import decoders, models, normalizers
+
+  names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehirtv"]
+  merges = [("▁", "r")]
+  vocab = {name: number for number, name in enumerate([*names, "▁r"])}
+  made = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+  made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+  made.decoder = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+  )
+  made.add_special_tokens(names[:3])
+  made.save(str(folder / "tokenizer.json"))
+  template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}[{{ m['content'] }}]{% else %}"
+  template += " {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+  words = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+  (folder / "tokenizer_config.json").write_text(json.dumps(words))
+  return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece", "tiktoken", "like_llama2"])
+def test_pieces_keep_their_spaces_and_bytes(kind, made, tmp_path):
+  like = kind == "like_llama2"
+  tokenizer = load_tokenizer("huggingface", like_llama2(tmp_path)) if like else load(made, kind)
+  prompt, whole = (tokenizer.encode([text.encode()])[0].tolist() for text in ("the river", "the river r漢 the"))
+  answer = whole[len(prompt) :]
+  assert whole[: len(prompt)] == prompt
+  assert b"".join(map(tokenizer.piece, answer)) == " r漢 the".encode()
+  row = Row(tokenizer, {tokenizer.eos_id}, (), prompt)
+  assert "".join(row.take(answer[: n + 1], last=False) for n in range(len(answer))) == " r漢 the"
+  assert tokenizer.piece(tokenizer.eos_id) == tokenizer.piece(tokenizer.vocab_size) == b""
+
+
+def test_a_space_does_not_end_an_answer(tmp_path):
+  tokenizer = load_tokenizer("huggingface", like_llama2(tmp_path))
+  assert Rendering.of(config.DataConfig(), tokenizer).end_ids() == {tokenizer.eos_id}
+
+
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece", "tiktoken"])
+def test_ids_of_a_padded_vocabulary_have_no_text(kind, made):
+  tokenizer = load(made, kind)
+  ids = tokenizer.encode([b"the river"])[0].tolist()
+  beyond = [tokenizer.vocab_size, tokenizer.vocab_size + 7]
+  assert tokenizer.decode(np.array(beyond)) == b""
+  assert tokenizer.decode(np.array([beyond[0], *ids, beyond[1]])) == tokenizer.decode(np.array(ids))
 
 
 @settings(max_examples=60, deadline=None)

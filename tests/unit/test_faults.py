@@ -325,6 +325,11 @@ def test_no_argument_at_all_ends_in_a_traceback(run_dir, capsys, tmp_path, monke
     (ConfigError("x" * 9999), 2, f"maxghost: {'x' * 2000}...\n"),
     (KeyboardInterrupt(), 130, "maxghost: interrupted\n"),
     (ValueError("embedded null byte"), 2, "maxghost: a path holds a NUL character\n"),
+    (
+      RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"),
+      1,
+      "maxghost: out of device memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n",
+    ),
   ],
 )
 def test_one_guard_turns_faults_into_a_line(error, code, said, capsys):

@@ -131,6 +131,15 @@ def test_several_prompts_come_one_below_the_other(folder, tmp_path, capsysbinary
   assert capsysbinary.readouterr()[0] == out
 
 
+def test_only_line_feeds_end_the_prompts_of_a_file(tmp_path):
+  (tmp_path / "prompts.txt").write_bytes("a\x0cb\u2028c\x85d\r\n\ne".encode())
+  asked = generate.parse(["model", "--prompts", str(tmp_path / "prompts.txt")])
+  assert generate._prompts(asked) == ["a\x0cb\u2028c\x85d", "", "e"]
+  (tmp_path / "prompts.txt").write_text("")
+  with pytest.raises(config.ConfigError, match="no prompt"):
+    generate._prompts(asked)
+
+
 class Letters:
   """A tokenizer for the test: an id is a byte."""
 
@@ -167,6 +176,9 @@ def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
   row = Row(Letters(), {7}, ["END"])
   shown = "".join(row.take(list(b"so ENxEND more"[:end]), last=False) for end in range(1, 15))
   assert shown == "so ENx" and row.ended and row.text == "so ENx"
+  row = Row(Letters(), {7}, ["### Question"])  # longer than the text before it is whole
+  pieces = [row.take(list(b"### Question: a"[:end]), last=False) for end in range(1, 16)]
+  assert pieces == [""] * 15 and row.ended
   row = Row(Letters(), {7}, ["END"])
   assert row.take(list(b"soE"), last=False) + row.take([*b"soEN", 7], last=True) == "soEN"
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxghost.config import ConfigError
 from maxghost.serving import Generator, Sampling, generator, kv_cache
-from maxghost.serving.sampling import choose, cut
+from maxghost.serving.sampling import choose, cut, draw
 
 SIZE = 40
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [17, 3, 99, 4]]
@@ -173,6 +173,13 @@ def test_cut_keeps_the_likeliest():
   assert kept["p"] == [[True, False, True, True, False], [False, False, True, True, True]]
   # The two best have 4/7 and 3/7 after the cut, so half the probability is reached by the best alone.
   assert kept["both"] == [[True, False, False, False, False], [False, False, False, False, True]]
+  # float32 has no such share, and the likeliest still stays.
+  tiny_share = Sampling(1.0, top_p=1e-50)
+  assert np.isfinite(np.asarray(cut(logits_BV, tiny_share))).tolist() == kept["both"]
+  rows = {"temperature": 1.0, "top_k": 0, "top_p": 1e-50, "min_p": 0.0, "repetition_penalty": 1.0}
+  rows = {name: np.full(2, value, np.int32 if name == "top_k" else np.float32) for name, value in rows.items()}
+  rows |= {"key": np.zeros((2, 2), np.uint32), "step": np.zeros(2, np.int32), "top": np.zeros(2, np.int32)}
+  assert draw(logits_BV, jnp.zeros((2, 5), bool), rows)[0].tolist() == [0, 4]
 
 
 def test_draws_follow_the_distribution_at_the_temperature():
@@ -194,6 +201,7 @@ def test_draws_follow_the_distribution_at_the_temperature():
   ("options", "message"),
   [
     ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"temperature": 1e-50}, "temperature=1e-50: 0 .the likeliest token., or 1e-06 or more"),
     ({"temperature": 1.0, "top_k": -2}, "top_k=-2"),
     ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0"),
     ({"top_k": 3}, "no meaning at temperature=0"),

@@ -136,6 +136,8 @@ def test_the_tokenizer_of_the_file(tmp_path):
     ({"general.architecture": "gemma"}, "architecture gemma; only llama"),
     ({"tokenizer.ggml.pre": "odd"}, "splitting rule odd"),
     ({"llama.rope.scaling.type": "linear"}, "scaled rotary"),
+    ({"llama.rope.scaling.factor": 4.0}, "scaled rotary"),
+    ({"llama.rope.scale_linear": 4.0}, "scaled rotary"),
     ({"llama.attention.head_count": 4, "llama.rope.dimension_count": 12, "llama.block_count": 3}, "lacks model"),
   ],
 )

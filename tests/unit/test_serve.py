@@ -24,6 +24,8 @@ from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
 from maxghost.serving import Generator
 from maxghost.serving import http as server
+from maxghost.serving.batcher import Piece
+from maxghost.serving.http import Answer
 from maxghost.training.state import to_tree
 
 ROOT = Path(__file__).resolve().parents[2] / "src" / "maxghost"
@@ -67,6 +69,12 @@ def test_offsets_count_characters_of_the_text(client):
   said = client.completions.create(model="echo", prompt="aé漢b", logprobs=0).choices[0].logprobs
   assert said.text_offset == [0, 1, 1, 2, 2, 2, 3, 4] and said.top_logprobs == [{}] * 8
   assert b"".join(map(bytes, said.bytes)) == "aé漢b".encode()
+
+
+def test_of_alternatives_with_one_text_the_likeliest_is_told():
+  answer = Answer(served(EchoBatcher()), {"logprobs": 3, "stream": False}, 1, 1)
+  piece = Piece("\ufffd", (203,), (-0.5,), ({203: -0.5, 97: -0.7, 204: -1.5, 256: -2.5, 257: -3.5},), "length")
+  assert answer._logprobs(0, piece)["top_logprobs"] == [{"\ufffd": -0.5, "a": -0.7, "": -2.5}]
 
 
 def test_the_official_client_chats_and_streams(client):
@@ -158,7 +166,9 @@ WRONG = [
   (COMPLETIONS, {"prompt": "a" * 400}, "401 tokens of the prompt and 1 of the answer are more than the 400 positions"),
   (COMPLETIONS, {"prompt": "a", "max_tokens": 399}, "more than the 400 positions of the cache"),
   (COMPLETIONS, {"prompt": ""} | {"x" * 99: 1}, "there are temperature"),
-  (COMPLETIONS, {"prompt": ["a"] * 200, "n": 6}, "200 prompts, n=6: at most 1024 texts"),
+  (COMPLETIONS, {"prompt": ["a"] * 200, "n": 6}, "200 prompts, n=6: at most 100 texts"),
+  (COMPLETIONS, {"prompt": "a", "n": 101}, "1 prompt, n=101: at most 100 texts in all; send them in several requests"),
+  (CHATS, {"messages": MESSAGES, "n": 101}, "or start the server with a larger --queue"),
   (COMPLETIONS, b"{", "is no JSON"),
   (COMPLETIONS, b"[]", "no JSON object"),
   (COMPLETIONS, b"[" * 100_000, "is no JSON"),
@@ -405,6 +415,25 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv(serve.KEY, "secret\n")
   assert serve.parse(["x", "--host", "::"]).api_key == "secret"
   assert serve.parse(["x", "--api-key", "shown"]).api_key == "shown"
+
+
+BOUND_TWICE = """
+import socket, sys
+from serving_fakes import EchoBatcher, served
+from maxghost import serve
+
+with socket.socket() as other:
+  other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  other.bind(("127.0.0.1", 0))
+  serve._open = lambda args: (other.listen(), served(EchoBatcher()))[1]
+  sys.exit(serve.main(["model", "--port", str(other.getsockname()[1])]))
+"""
+
+
+def test_of_two_servers_that_start_on_one_port_the_later_says_so():
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT.parent, Path(__file__).parent)))}
+  ended = subprocess.run([sys.executable, "-c", BOUND_TWICE], capture_output=True, text=True, env=environment)
+  assert ended.returncode == 2 and re.fullmatch(r"maxghost: --host 127.0.0.1 --port \d+: cannot .*\n", ended.stderr)
 
 
 def test_the_command_serves_a_run_and_stops_gracefully(tmp_path):

@@ -147,8 +147,7 @@ def _levels(index, dtype):
   """LEVELS[index], by selections: a table would be read one entry at a time."""
   found = [jnp.asarray(level, dtype) for level in LEVELS]
   for bit in range(4):
-    high = (index >> bit) & 1 == 1
-    found = [jnp.where(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+    found = [jnp.where((index >> bit) & 1 == 1, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
   return found[0]
 
 
@@ -265,8 +264,7 @@ def narrow(model: Any, quantization: str) -> Any:
 
 def matrix_axes(module: Any) -> tuple[int, int]:
   """Axes of inputs and of outputs of a module's matrices; further ones number stacked layers or experts."""
-  dense_layer = isinstance(module, nnx.LinearGeneral)
-  return (len(module.in_features), len(module.out_features)) if dense_layer else (1, 1)
+  return (len(module.in_features), len(module.out_features)) if isinstance(module, nnx.LinearGeneral) else (1, 1)
 
 
 def _replace(layer: Any, name: str, what: str, qtype: str, kind: type) -> None:

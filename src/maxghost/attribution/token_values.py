@@ -74,7 +74,7 @@ def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[st
   decoder = codecs.getincrementaldecoder("utf-8")("replace")
   pieces, sums, text, total, size = [], [], "", 0.0, 0
   for number, value in zip(ids, values, strict=True):
-    raw = tokenizer.decode(np.array([number]))
+    raw = tokenizer.piece(int(number))
     size += len(raw)
     if size > SHOWN_CHARS:
       break

@@ -294,8 +294,7 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
   for keys, leaf in leaves:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     if leaf is None or isinstance(leaf, (dict, list, tuple)):
-      named = leaf is None or hasattr(leaf, "_fields")
-      nodes[path] = Empty("None" if named else type(leaf).__name__.capitalize())
+      nodes[path] = Empty("None" if leaf is None or hasattr(leaf, "_fields") else type(leaf).__name__.capitalize())
     elif isinstance(leaf, str):
       nodes[path] = Text()
     else:

@@ -80,8 +80,9 @@ def naming(key: str, path: object) -> Iterator[None]:
 def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str = "interrupted") -> int:
   """Runs a command and returns its exit code. Errors that are no defect of the program are shown as one line on stderr.
 
-  0 if the output was closed early (`| head`); 1 for a file or disk that fails; 2 for wrong input, where nothing was
-  written; 130 for Ctrl-C. A stream closed from the start is /dev/null. name: before lines. stopped: said for Ctrl-C.
+  0 if the output was closed early (`| head`); 1 for a file, disk or device memory that fails; 2 for wrong input, where
+  nothing was written; 130 for Ctrl-C. A stream that is closed from the start is replaced by /dev/null. name: what lines
+  begin with. stopped: the line for Ctrl-C.
   """
   sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
   if isinstance(sys.stdout, io.TextIOWrapper):
@@ -100,11 +101,12 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
   except OSError as error:
     print_problem(error, name)
     code = code if isinstance(error, BrokenPipeError) else 1
-  except ValueError as error:
-    if "embedded null" not in str(error):
+  except Exception as error:
+    is_full, text = "RESOURCE_EXHAUSTED" in str(error), str(error)  # of XLA
+    if not is_full and (not isinstance(error, ValueError) or "embedded null" not in text):
       raise
-    print_problem("a path holds a NUL character", name)
-    code = ConfigError.exit_code
+    print_problem(f"out of device memory: {text.splitlines()[0]}" if is_full else "a path holds a NUL character", name)
+    code = 1 if is_full else ConfigError.exit_code
   return code
 
 

@@ -135,7 +135,7 @@ class Rendering:
     """The special tokens with which an answer ends. Raises ValueError."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids, weights = self.encode(json.dumps({"messages": turns}).encode())
-    return {number for number in ids[weights > 0].tolist() if not self.tokenizer.decode(np.array([number]))}
+    return {number for number in ids[weights > 0].tolist() if not self.tokenizer.piece(number)}
 
   def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)

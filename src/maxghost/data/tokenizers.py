@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Tokenizer:
   byte_table: np.ndarray | None = None
   normalizes: bool = False  # whether it may change text that the probe lacks, such as letters with combining marks
   _pieces: list[bytes | None]
+  _spelled: Callable[[int], str] = str  # a token as the vocabulary of a tokenizer without byte_table spells it
 
   def __reduce__(self):
     return type(self), (str(self.path),) if self.path else ()
@@ -60,8 +61,15 @@ class Tokenizer:
     raise ConfigError(f"chat templates need tokenizer_type=huggingface, a tokenizer.json; {self.name} is another kind")
 
   def decode(self, ids: np.ndarray) -> bytes:
-    """The text of the ids; special ids have none."""
-    return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist()])
+    """The text of the ids; special ids have none, nor have those that only the model's padded vocabulary has."""
+    return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist() if i < self.vocab_size])
+
+  def piece(self, number: int) -> bytes:
+    """The bytes of a token inside a text; alone, its first space may be dropped, and a part of a character replaced."""
+    before = [] if self.byte_table is not None else self.encode([b"a"])[0].tolist()
+    text = self.decode(np.array([*before, number]))[len(self.decode(np.array(before))) :]
+    is_byte = text == "\ufffd".encode() and (name := self._spelled(number)).startswith("<0x")
+    return bytes.fromhex(name[3:5]) if is_byte else text
 
   def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
     """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
@@ -141,7 +149,7 @@ class HuggingFaceTokenizer(Tokenizer):
     self._inner.encode_special_tokens = True
     self._inner.no_truncation()
     self._inner.no_padding()
-    self.name, self.path, self.fingerprint = str(file), file, _digest(raw)
+    self.name, self.path, self.fingerprint, self._spelled = str(file), file, _digest(raw), self._inner.id_to_token
     self.normalizes, vocab = self._inner.normalizer is not None, self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     self._set_specials(vocab, file.parent / "tokenizer_config.json")
@@ -197,7 +205,7 @@ class SentencePieceTokenizer(Tokenizer):
       self._inner = sentencepiece.SentencePieceProcessor(model_proto=raw)
     except RuntimeError as error:
       raise ConfigError(f"tokenizer_path={path} is no SentencePiece model: {error}") from error
-    self.name, self.path, self.fingerprint = path, Path(path), _digest(raw)
+    self.name, self.path, self.fingerprint, self._spelled = path, Path(path), _digest(raw), self._inner.id_to_piece
     self.vocab_size = self._inner.vocab_size()
     specials = (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
     self.bos_id, self.eos_id, pad = (None if number < 0 else number for number in specials)
@@ -214,7 +222,7 @@ class SentencePieceTokenizer(Tokenizer):
     ]
 
   def decode(self, ids: np.ndarray) -> bytes:
-    return self._inner.decode(np.asarray(ids).tolist()).encode("utf-8")
+    return self._inner.decode([i for i in np.asarray(ids).tolist() if i < self.vocab_size]).encode("utf-8")
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -231,11 +239,9 @@ class TiktokenTokenizer(Tokenizer):
     self._set_specials(self._specials)
     self.pad_id = self.eos_id or 0
     values = self._inner.token_byte_values()
-    pieces: list[bytes | None] = [None] * self.vocab_size
-    for piece in values:
-      pieces[self._inner.encode_single_token(piece)] = piece
+    pieces = {self._inner.encode_single_token(piece): piece for piece in values}
     self.fingerprint = _digest(b"".join(len(piece).to_bytes(4, "little") + piece for piece in values))
-    self._set_pieces(pieces)
+    self._set_pieces([pieces.get(number) for number in range(self.vocab_size)])
 
   def save(self, folder: Path) -> None:
     """Writes the ranks, the splitting rule and the special tokens; the name alone would need a download."""

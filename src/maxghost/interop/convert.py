@@ -225,8 +225,7 @@ def check_written(source: Checkpoint, found: RawTree, **options: Any) -> None:
   target = read_checkpoint(found, ReadOptions(keep_unknown=True))
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   planned = () if target.odd_moments() else (compare.STRUCTURE,)
-  rows = compare.compare(source, target, **options).rows
-  if wrong := [row for row in rows if row.kind not in planned]:
+  if wrong := [row for row in compare.compare(source, target, **options).rows if row.kind not in planned]:
     what = f"{len(wrong)} {'parameters' if options.get('params_only') else 'leaves'} differ"
     raise VerificationError(f"verification failed: {what}, the first: {wrong[0].text()}; nothing is left at the target")
 

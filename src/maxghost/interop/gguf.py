@@ -20,11 +20,9 @@ _MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half 
 _CONTROL = 3  # token_type of a special token
 # What the package raises over a damaged file.
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
-_SIZES = {
-  "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
-  "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
-  "max_position_embeddings": "context_length",
-}  # fmt: skip
+_SIZES = {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
+_SIZES |= {"num_attention_heads": "attention.head_count", "num_hidden_layers": "block_count"}
+_SIZES |= {"max_position_embeddings": "context_length"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,9 @@ def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
 
 def config_json(file: GgufFile) -> dict[str, Any]:
   """The config.json of the same model. Raises LayoutError where the file does not say a size."""
-  scaling = file.metadata.get(f"{file.family.gguf}.rope.scaling.type", "none")
+  said, rope = file.metadata, f"{file.family.gguf}.rope"  # without a type llama.cpp scales linearly
+  factor = said.get(f"{rope}.scaling.factor", said.get(f"{rope}.scale_linear", 1.0))
+  scaling = said.get(f"{rope}.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
   if scaling != "none" or "rope_freqs.weight" in file.tensors:
     raise LayoutError(f"{file.path} has scaled rotary frequencies, which are not read from GGUF")
   if (embedding := file.tensors.get("model.embed_tokens.weight")) is None:

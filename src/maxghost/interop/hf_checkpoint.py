@@ -73,11 +73,11 @@ def export_model(
   """Writes the parameters of a checkpoint of any layout as the new Hugging Face folder `target`.
 
   cfg: the configuration of the model, where no config.yml lies beside the checkpoint. adapter: a folder of PEFT, or a
-  run with adapters, to merge into the parameters. Raises ConfigError.
+  run with adapters, to merge into the parameters; a run with adapters has its own. Raises ConfigError.
   """
   place = model_path.find(source)
   model_path.check_whole(place, "an export")
-  cfg = model_path.configured(place, source, cfg)
+  place, cfg, adapter = model_path.with_base(place, model_path.configured(place, source, cfg), str(adapter))
   raw = open_tree(place.tree)
   raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))

@@ -73,6 +73,20 @@ def configured(place: ModelPlace, path: str | Path, given: Config | None = None,
   return given or place.config  # pyright: ignore[reportReturnType]
 
 
+def plain(cfg: Config) -> Config:
+  """The configuration of the base of a model with adapters."""
+  return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", lora_module_path="")
+
+
+def with_base(place: ModelPlace, cfg: Config, adapter: str = "") -> tuple[ModelPlace, Config, str]:
+  """(base, its configuration, path of the adapter to merge): of a run with adapters those are its own, or `adapter`."""
+  if not cfg.adapter.lora_rank:
+    return place, cfg, adapter
+  if not (given := cfg.checkpoint.load_parameters_path):
+    raise LayoutError(f"{place.tree} holds adapters of a model made from init_weights_seed; there is no base")
+  return find(given, "load_parameters_path"), plain(cfg), adapter or str(place.tree)
+
+
 def check_whole(place: ModelPlace, what: str) -> None:
   """Raises ConfigError where the model's weights are in few bits."""
   if place.config and (held := place.config.model.quantization) in WEIGHTS_ONLY:

@@ -122,9 +122,7 @@ def quantize_checkpoint(
   cfg, target = model_path.configured(place, source, cfg), full_path(target)
   model_path.check_whole(place, f"quantising to {quantization}")
   if cfg.adapter.lora_rank:
-    raise LayoutError(
-      f"{source} holds adapters; merge them first: maxghost checkpoint hf export BASE FOLDER --adapter {source}"
-    )
+    raise LayoutError(f"{source} holds adapters; merge them first: maxghost checkpoint hf export {source} FOLDER")
   cfg = config.replace(cfg, quantization=quantization, load_parameters_path=str(target), run_name=target.name)
   check_target(open_tree(place.tree), target)
   raw = quantized(open_tree(place.tree), cfg.model, quantization)

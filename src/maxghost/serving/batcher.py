@@ -50,33 +50,32 @@ class Piece:
 
 
 class Row:
-  """The growing text of one row; it ends before the first of `stop_texts`."""
+  """The growing text of one row behind the ids of its prompt; it ends before the first of `stop_texts`."""
 
-  def __init__(self, tokenizer, stop_ids: Collection[int], stop_texts: Sequence[str]):
+  def __init__(self, tokenizer, stop_ids: Collection[int], stop_texts: Sequence[str], prompt: Sequence[int] = ()):
     self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, [text for text in stop_texts if text]
     self.text, self.num_tokens, self.ended = "", 0, False
-    self._whole, self._places = "", (0, 0)  # text of whole characters; ids whose text it ends with
+    self._before, self._whole, self._places = prompt[-8:], "", (0, 0)  # ids; whole characters; ids of their end
 
   def take(self, ids: Sequence[int], last: bool) -> str:
     """The new text after all `ids` so far; incomplete characters are held back."""
     if self.ended:
       return ""
     self.num_tokens = len(ids)
-    ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
-    text = self._decode(ids)
+    text = self._decode(ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids)
     if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
       text, self.ended = text[: min(found)], True
     elif not last:
       text = text.rstrip("\ufffd")
       held = max(map(len, self._stop_texts), default=1) - 1  # may be the beginning of a stop text
-      text = text[: len(text) - held] if held else text
+      text = text[: max(len(text) - held, 0)]
     new, self.text = text[len(self.text) :], max(text, self.text, key=len)
     return new
 
   def _decode(self, ids: Sequence[int]) -> str:
     """Decodes the last ids only, after some whose text is known, as tokenizers may drop the first space of a text."""
     (first, end), decode = self._places, self._tokenizer.decode
-    known, tail = (decode(part).decode("utf-8", errors="replace") for part in (ids[first:end], ids[first:]))
+    known, tail = (decode([*self._before, *x]).decode("utf-8", errors="replace") for x in (ids[first:end], ids[first:]))
     text = self._whole + tail[len(known) :]
     if len(tail) > len(known) and not tail.endswith("\ufffd"):
       self._whole, self._places = text, (end, len(ids))
@@ -141,7 +140,7 @@ class Batcher:
 
   def __init__(self, engine: Engine, params, tokenizer, *, stop_ids: Sequence[int] = (), queue_limit: int = 256):
     self._engine, self._params, self._tokenizer = engine, params, tokenizer
-    self._stop_ids, self._queue_limit = frozenset(stop_ids), queue_limit
+    self._stop_ids, self.queue_limit = frozenset(stop_ids), queue_limit
     self._counters, self.failure = Counters(), ""
     self._changed, self._closing, self._aborted = threading.Condition(), False, False
     self._waiting: collections.deque[Job] = collections.deque()
@@ -171,14 +170,13 @@ class Batcher:
       raise ValueError(f"max_tokens={request.max_tokens}: 1 to {size - num}: {why}")
     if not 0 <= request.logprobs <= TOP:
       raise ValueError(f"logprobs={request.logprobs}: 0 to {TOP}")
-    job = Job(request, prefix, Row(self._tokenizer, () if request.ignore_stop_ids else self._stop_ids, request.stop))
+    stop_ids = () if request.ignore_stop_ids else self._stop_ids
+    job = Job(request, prefix, Row(self._tokenizer, stop_ids, request.stop, request.prompt))
     with self._changed:
       if self._closing or self.failure:
         raise Closed(self.failure or "no more requests are taken: the server is stopping")
-      if len(self._waiting) >= self._queue_limit:
-        raise QueueFull(
-          f"{len(self._waiting)} requests wait already (queue_limit={self._queue_limit}); try again later"
-        )
+      if len(self._waiting) >= self.queue_limit:
+        raise QueueFull(f"{len(self._waiting)} requests wait already (queue_limit={self.queue_limit}); try again later")
       self._waiting.append(job)
       self._changed.notify()
     return job
@@ -266,11 +264,8 @@ class Batcher:
         except Exception as error:  # of this request alone
           pieces[slot] = _failed(error)
     for slot, piece in pieces.items():
-      job = self._running[slot]
-      if piece.finish:
-        del self._running[slot]
-        state = self._engine.free(state, slot)
-      self._give(job, piece)
+      state = self._engine.free(state, slot) if piece.finish else state
+      self._give(self._running.pop(slot) if piece.finish else self._running[slot], piece)
     return state
 
   def _give(self, job: Job, piece: Piece) -> None:

@@ -179,10 +179,8 @@ class Engine:
     seen_V[token] = True
     arguments = state.kept, state.seen_BV, prefix.kept, seen_V, np.int32(slot)
     state.kept, state.seen_BV = self._call(("insert",), self._insert, *arguments, donate=(0, 1))
-    for name, values in prefix.rows.items():
+    for name, values in (prefix.rows | {"token": [token], "step": [1], "length": [prefix.count]}).items():
       state.rows[name][slot] = values[0]
-    for name, value in {"token": token, "step": 1, "length": prefix.count}.items():
-      state.rows[name][slot] = value
     return state
 
   def generate(self, params: nnx.State, state: DecodeState) -> tuple[DecodeState, Result]:
@@ -229,8 +227,7 @@ class Engine:
     return _split(kept), shardings.constrain(seen_BV, ("activation_batch", None))
 
   def _read(self, params, kept, tokens_1C, counts_1, lengths_1, *, visible: int):
-    model = nnx.merge(self._graphdef, params)
-    logits_1V, new = add_tokens(model, tokens_1C, counts_1, lengths_1, kept, visible)
+    logits_1V, new = add_tokens(nnx.merge(self._graphdef, params), tokens_1C, counts_1, lengths_1, kept, visible)
     return _append(kept, new, counts_1, lengths_1), _split(new), shardings.constrain(logits_1V, _LOGITS)
 
   def _insert(self, kept, seen_BV, row, seen_V, slot):

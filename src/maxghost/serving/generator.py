@@ -147,8 +147,7 @@ class Generator:
     return jax.lax.while_loop(go_on, functools.partial(self._add_token, state), loop)
 
   def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:
-    model = nnx.merge(self._graphdef, state)
-    logits_BV, kept = add_token(model, loop["token_B"], loop["length_B"], loop["kept"])
+    logits_BV, kept = add_token(nnx.merge(self._graphdef, state), loop["token_B"], loop["length_B"], loop["kept"])
     seen_BV = loop["seen_BV"]
     token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling, seen_BV)
     running_B = ~loop["done_B"]

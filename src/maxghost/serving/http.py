@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -213,7 +212,7 @@ class Answer:
   """The answer to one request in OpenAI's form, of `count` texts. streams: whether it is sent as events."""
 
   def __init__(self, served: Served, values: dict[str, Any], count: int, prompt_tokens: int):
-    self._values, self._chat, self._decode = values, "messages" in values, served.tokenizer.decode
+    self._values, self._chat, self._piece = values, "messages" in values, served.tokenizer.piece
     self.streams, self._counts, self._lengths = values["stream"], [prompt_tokens, 0], [0] * count
     self._decoders = [codecs.getincrementaldecoder("utf-8")("ignore") for _ in range(count)]
     kind = "chat.completion" + ".chunk" * self.streams if self._chat else "text_completion"
@@ -271,11 +270,13 @@ class Answer:
       self._lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
     columns = {"tokens": "token", "token_logprobs": "logprob", "bytes": "bytes"}
     own = {column: [token[name] for token in tokens] for column, name in columns.items()}
-    alternatives = [{one["token"]: one["logprob"] for one in top} for top in tops]
+    alternatives: list[dict[str, float]] = [{} for _ in tops]
+    for found, one in ((found, one) for found, top in zip(alternatives, tops, strict=True) for one in top):
+      found.setdefault(one["token"], one["logprob"])  # parts of characters share a text: the likeliest counts
     return own | {"top_logprobs": alternatives, "text_offset": offsets}
 
   def _token(self, number: int, logp: float) -> dict:
-    raw = self._decode(np.array([number]))
+    raw = self._piece(number)
     return {"token": raw.decode("utf-8", "replace"), "logprob": max(float(logp), -9999.0), "bytes": [*raw]}
 
 

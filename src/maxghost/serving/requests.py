@@ -14,7 +14,7 @@ from maxghost.data.conversations import Rendering, messages_of
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.serving.batcher import Batcher, Request
 from maxghost.serving.samples import utf8
-from maxghost.serving.sampling import Sampling
+from maxghost.serving.sampling import COLDEST, Sampling
 
 
 class Refused(Exception):
@@ -47,7 +47,6 @@ class Served:
   chats: bool = False
 
 
-MOST_TEXTS = 1024  # of one request
 # name: (kind, value where none is given, least, most)
 _SAMPLING = {
   "temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
@@ -117,7 +116,12 @@ def _short(value: Any) -> str:
 
 
 def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
-  """The ids of each prompt of a body. Raises Refused."""
+  """The ids of each prompt of a body. Raises Refused, also for more texts than can ever wait at once."""
+  given, n, most = values.get("prompt"), values.get("n", 1), served.batcher.queue_limit
+  several = isinstance(given, list) and bool(given) and type(given[0]) is not int
+  if (count := len(given) if isinstance(given, list) and several else 1) * n > most:
+    said = f"{count} prompt{'s' * (count > 1)}, n={n}: at most {most} texts in all; send them in several requests"
+    raise Refused(f"{said}, or start the server with a larger --queue", "prompt" if several else "n")
   if values.get("messages") is not None:
     if served.rendering is None:
       raise Refused(f"{served.no_chat}; /v1/completions continues texts", "messages", "no_chat_template")
@@ -125,12 +129,9 @@ def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
       return [served.rendering.prompt(messages_of(values["messages"], "messages"))]
     except ValueError as error:
       raise Refused(str(error), "messages") from error
-  if (given := values.get("prompt")) is None:
+  if given is None:
     name = "prompt" if "prompt" in values else "messages"
     raise Refused(f"{name} is missing", name, "missing_required_parameter")
-  several = isinstance(given, list) and given and type(given[0]) is not int
-  if several and len(given) * values.get("n", 1) > MOST_TEXTS:
-    raise Refused(f"{len(given)} prompts, n={values.get('n', 1)}: at most {MOST_TEXTS} texts in all", "prompt")
   return [ids_of(one, "prompt", served) for one in (given if several else [given])]
 
 
@@ -164,7 +165,7 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
   chosen = {name: values[name] for name in _SAMPLING}
-  if chosen["temperature"] < 1e-6:  # the likeliest token, which survives every cut
+  if chosen["temperature"] < COLDEST:  # the likeliest token, which survives every cut
     chosen |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
   try:
     sampling = Sampling(**chosen)

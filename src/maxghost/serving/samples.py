@@ -7,6 +7,7 @@ from flax import nnx
 from maxghost import adapters
 from maxghost.config import Config, ConfigError
 from maxghost.data.tokenizers import Tokenizer
+from maxghost.serving.batcher import Row
 from maxghost.serving.generator import Generator
 from maxghost.serving.sampling import Sampling
 
@@ -54,7 +55,5 @@ class Sampler:
     self._generator = Generator(model, size, sampling=sampling, stop_ids=self._stop_ids)
 
   def __call__(self, state: nnx.State) -> str:
-    ids = self._generator.generate(state["model"], self._prompts, NUM_TOKENS).row(0)
-    if len(ids) and int(ids[-1]) in self._stop_ids:
-      ids = ids[:-1]
-    return self._text + self._tokenizer.decode(ids).decode("utf-8", errors="replace")
+    ids = self._generator.generate(state["model"], self._prompts, NUM_TOKENS).row(0).tolist()
+    return self._text + Row(self._tokenizer, self._stop_ids, (), self._prompts[0]).take(ids, last=True)

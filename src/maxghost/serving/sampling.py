@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from maxghost.config import ConfigError
 
 TOP = 20  # most alternatives of a token whose log-probabilities are given
+COLDEST = 1e-6  # least temperature above 0; float32 has no logits divided by much less
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,18 +32,17 @@ class Sampling:
   def __post_init__(self):
     temperature, top_k, top_p, min_p, penalty = dataclasses.astuple(self)
     cuts = {"top_k": top_k, "top_p": 0 if top_p == 1.0 else top_p, "min_p": min_p}
-    unused = " and ".join(f"{name}={value}" for name, value in cuts.items() if value)
+    unused = " and ".join(f"{name}={value}" for name, value in cuts.items() if value and temperature == 0.0)
+    is_temperature = temperature == 0.0 or COLDEST <= temperature < float("inf")
     problems = {
-      f"temperature={temperature}: 0 (the likeliest token) or more": not 0.0 <= temperature < float("inf"),
+      f"temperature={temperature}: 0 (the likeliest token), or {COLDEST} or more": not is_temperature,
       f"top_k={top_k}: 0 (all tokens) or more": top_k < 0,
       f"top_p={top_p}: above 0, at most 1 (all tokens)": not 0.0 < top_p <= 1.0,
       f"min_p={min_p}: 0 (all tokens) or more, below 1": not 0.0 <= min_p < 1.0,
       f"repetition_penalty={penalty}: above 0; 1 = no penalty": not 0.0 < penalty < float("inf"),
     }
-    found = [text for text, is_wrong in problems.items() if is_wrong]
-    if unused and not found and temperature == 0.0:
-      found = [f"{unused}: no meaning at temperature=0; set temperature=1"]
-    if found:
+    problems[f"{unused}: no meaning at temperature=0; set temperature=1"] = bool(unused) and not any(problems.values())
+    if found := [text for text, is_wrong in problems.items() if is_wrong]:
       raise ConfigError(*found)
 
 
@@ -117,10 +117,10 @@ def _cut_rows(logits_BV, top_k_B1, top_p_B1):
 
 
 def _least_of_share(sorted_BV, share):
-  """The least of the likeliest logits that together have this share of the probability, [B, 1]."""
+  """The least of the likeliest logits that together have this share (0: the likeliest) of the probability, [B, 1]."""
   probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
   before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
-  return jnp.min(jnp.where(before_BV < share, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+  return jnp.min(jnp.where((before_BV < share) | (before_BV == 0), sorted_BV, jnp.inf), axis=-1, keepdims=True)
 
 
 def _from_min_p(logits_BV, min_p):
