@@ -20,9 +20,11 @@ _MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half 
 _CONTROL = 3  # token_type of a special token
 # What the package raises over a damaged file.
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
-_SIZES = {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
-_SIZES |= {"num_attention_heads": "attention.head_count", "num_hidden_layers": "block_count"}
-_SIZES |= {"max_position_embeddings": "context_length"}
+_SIZES = {
+  "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
+  "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+  "max_position_embeddings": "context_length",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
