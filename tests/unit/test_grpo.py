@@ -178,6 +178,7 @@ def test_advantages():
   np.testing.assert_allclose(rewards.advantages(reward, 4, "none")[:4], [0.5, -0.5, -0.5, 0.5])
   np.testing.assert_allclose(rewards.advantages(reward, 4, "batch")[0], 0.5 / (reward.std(ddof=1) + 1e-4))
   np.testing.assert_allclose(np.abs(rewards.advantages(np.array([3.0, 4.0]), 2, "group")), 0.5**0.5, rtol=1e-3)
+  assert (rewards.advantages(np.repeat([0.1, 0.7], 3), 3, "group") == 0).all()  # whose means are rounded
   by_name = {"a": np.array([1.0, np.nan]), "b": np.array([0.5, 2.0])}
   np.testing.assert_allclose(rewards.combined(by_name, (2.0, 1.0)), [2.5, 2.0])
 
@@ -203,6 +204,7 @@ def write(folder, name="add.jsonl"):
     "def shorter(completions, **_):\n  return [-float(len(a)) for a in completions]\n"
     "def unequal(completions, **_):\n  return [float(sum(a.encode()) % 7) for a in completions]\n"
     "def sparse(completions, **_):\n  return [float(i == 0) for i, _ in enumerate(completions)]\n"
+    "def alike(completions, **_):\n  return [0.1] * len(completions)\n"
     "def broken(completions, **_):\n  return [1 / 0]\n"
     "def lost(completions, **_):\n  return [float('nan')] * len(completions)\n"
     "def few(completions, **_):\n  return [1.0]\n"
@@ -274,11 +276,13 @@ def test_what_the_sum_over_tokens_is_divided_by(kind, tmp_path):
 def test_answers_without_an_end_can_be_left_out(tmp_path):
   """A fresh model ends hardly any answer in four tokens: a step on nothing changes nothing."""
   folder = write(tmp_path)
-  assert start(folder, steps=2, mask_truncated_completions="true") == 0
+  alike = {"reward_functions": f"[{folder / 'own.py'}:alike]", "num_generations": 3, "per_device_batch_size": 6}
+  assert start(folder, steps=2, mask_truncated_completions="true", **alike) == 0
   for record, found in zip(read(folder), metrics_of(folder), strict=True):
     answers = [answer for prompt in record["prompts"] for answer in prompt["answers"]]
     assert found["learning/total_weights"] == sum(answer["tokens"] for answer in answers if answer["ended"])
     assert found["rollout/clipped_ratio"] == np.mean([not answer["ended"] for answer in answers])
+    assert found["rollout/frac_reward_zero_std"] == 1 and {answer["advantage"] for answer in answers} == {0}
 
 
 def test_every_answer_is_a_scored_row(finished):

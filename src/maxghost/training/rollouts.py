@@ -169,7 +169,7 @@ class Rollouts:
     ]  # fmt: skip
 
   def _metrics(self, found: Progress, by_name: dict, reward_B: np.ndarray) -> dict[str, float]:
-    spread_P = reward_B.reshape(-1, self._keys.num_generations).std(1)
+    spread_P = np.ptp(reward_B.reshape(-1, self._keys.num_generations), 1)
     values = {"reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1),
               "frac_reward_zero_std": (spread_P == 0).mean(), "mean_length": found.counts_B.mean(),
               "clipped_ratio": (~found.done_B).mean()}  # fmt: skip
