@@ -206,6 +206,7 @@ def write(folder, name="add.jsonl"):
     "def sparse(completions, **_):\n  return [float(i == 0) for i, _ in enumerate(completions)]\n"
     "def alike(completions, **_):\n  return [0.1] * len(completions)\n"
     "def broken(completions, **_):\n  return [1 / 0]\n"
+    "def told(completion, **_):\n  raise ValueError(set(completion))\n"
     "def lost(completions, **_):\n  return [float('nan')] * len(completions)\n"
     "def few(completions, **_):\n  return [1.0]\n"
   )
@@ -362,6 +363,16 @@ def test_a_reward_that_fails_stops_before_the_step(name, said, tmp_path, capsys)
   error = capsys.readouterr().err
   assert said in error and "Traceback" not in error
   assert not read(folder) and not metrics_of(folder)
+
+
+def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, capsys):
+  """And not the last turn of the conversation, which may be a user's or answer another question."""
+  folder, (asks, says) = write(tmp_path), ({"role": "user"}, {"role": "assistant"})
+  turns = [asks | {"content": "20+2"}, says | {"content": "22"}, asks | {"content": "and?"}, says | {"content": "yes"}]
+  ending = [{"messages": [*turns, asks | {"content": f"{n}"}][: 5 - n % 2]} for n in range(40)]
+  (folder / "add.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ending))
+  assert start(folder, reward_functions=f"[{folder / 'own.py'}:told]", max_target_length=96) == 1
+  assert "ValueError: {'22'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
