@@ -388,6 +388,7 @@ def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, c
     ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
     ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),
     ({"ghost_reweight": (3.0, 0.7), "num_iterations": 2}, "draws for every step"),
+    ({"document_fields": ("id", "answers")}, "document_fields=answers: .* give the field another: own_name=answers"),
   ],
 )
 def test_contradictions_are_refused(changes, said):
