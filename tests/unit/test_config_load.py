@@ -298,6 +298,8 @@ def test_validation_sets_with_objectives_of_their_own_read_their_keys():
   assert config.load_with_origins(*keys).notes == ()
   (note,) = config.load_with_origins(*keys, "distill_alpha=0.3").notes
   assert note == "distill_alpha=0.3 (command line) is not read with objective=sft"
+  (note,) = config.load_with_origins("objective=dpo", "sft_train_on_completion_only=false").notes
+  assert note == "sft_train_on_completion_only=false (command line) is not read with objective=dpo"
 
 
 def misspellings(key):

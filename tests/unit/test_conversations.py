@@ -302,6 +302,8 @@ def test_what_goes_together():
     config.load("objective=sft", "packing=concat_then_split")
   with pytest.raises(ConfigError, match="next_token reads plain text"):
     config.load("chat_template_path=x.jinja")
+  asked = config.load("chat_template_path=x.jinja", "ghost_val_sets=[web=web, talks=talks.jsonl@sft]")
+  assert asked.data.chat_template_path and asked.records == "text"  # the template is that of the set's conversations
 
 
 @pytest.mark.hf

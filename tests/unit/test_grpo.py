@@ -178,6 +178,7 @@ def test_advantages():
   np.testing.assert_allclose(rewards.advantages(reward, 4, "none")[:4], [0.5, -0.5, -0.5, 0.5])
   np.testing.assert_allclose(rewards.advantages(reward, 4, "batch")[0], 0.5 / (reward.std(ddof=1) + 1e-4))
   np.testing.assert_allclose(np.abs(rewards.advantages(np.array([3.0, 4.0]), 2, "group")), 0.5**0.5, rtol=1e-3)
+  assert (rewards.advantages(np.repeat([0.1, 0.7], 3), 3, "group") == 0).all()  # whose means are rounded
   by_name = {"a": np.array([1.0, np.nan]), "b": np.array([0.5, 2.0])}
   np.testing.assert_allclose(rewards.combined(by_name, (2.0, 1.0)), [2.5, 2.0])
 
@@ -203,7 +204,9 @@ def write(folder, name="add.jsonl"):
     "def shorter(completions, **_):\n  return [-float(len(a)) for a in completions]\n"
     "def unequal(completions, **_):\n  return [float(sum(a.encode()) % 7) for a in completions]\n"
     "def sparse(completions, **_):\n  return [float(i == 0) for i, _ in enumerate(completions)]\n"
+    "def alike(completions, **_):\n  return [0.1] * len(completions)\n"
     "def broken(completions, **_):\n  return [1 / 0]\n"
+    "def told(completion, **_):\n  raise ValueError(set(completion))\n"
     "def lost(completions, **_):\n  return [float('nan')] * len(completions)\n"
     "def few(completions, **_):\n  return [1.0]\n"
   )
@@ -274,11 +277,13 @@ def test_what_the_sum_over_tokens_is_divided_by(kind, tmp_path):
 def test_answers_without_an_end_can_be_left_out(tmp_path):
   """A fresh model ends hardly any answer in four tokens: a step on nothing changes nothing."""
   folder = write(tmp_path)
-  assert start(folder, steps=2, mask_truncated_completions="true") == 0
+  alike = {"reward_functions": f"[{folder / 'own.py'}:alike]", "num_generations": 3, "per_device_batch_size": 6}
+  assert start(folder, steps=2, mask_truncated_completions="true", **alike) == 0
   for record, found in zip(read(folder), metrics_of(folder), strict=True):
     answers = [answer for prompt in record["prompts"] for answer in prompt["answers"]]
     assert found["learning/total_weights"] == sum(answer["tokens"] for answer in answers if answer["ended"])
     assert found["rollout/clipped_ratio"] == np.mean([not answer["ended"] for answer in answers])
+    assert found["rollout/frac_reward_zero_std"] == 1 and {answer["advantage"] for answer in answers} == {0}
 
 
 def test_every_answer_is_a_scored_row(finished):
@@ -360,6 +365,16 @@ def test_a_reward_that_fails_stops_before_the_step(name, said, tmp_path, capsys)
   assert not read(folder) and not metrics_of(folder)
 
 
+def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, capsys):
+  """And not the last turn of the conversation, which may be a user's or answer another question."""
+  folder, (asks, says) = write(tmp_path), ({"role": "user"}, {"role": "assistant"})
+  turns = [asks | {"content": "20+2"}, says | {"content": "22"}, asks | {"content": "and?"}, says | {"content": "yes"}]
+  ending = [{"messages": [*turns, asks | {"content": f"{n}"}][: 5 - n % 2]} for n in range(40)]
+  (folder / "add.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ending))
+  assert start(folder, reward_functions=f"[{folder / 'own.py'}:told]", max_target_length=96) == 1
+  assert "ValueError: {'22'}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
@@ -373,6 +388,7 @@ def test_a_reward_that_fails_stops_before_the_step(name, said, tmp_path, capsys)
     ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
     ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),
     ({"ghost_reweight": (3.0, 0.7), "num_iterations": 2}, "draws for every step"),
+    ({"document_fields": ("id", "answers")}, "document_fields=answers: .* give the field another: own_name=answers"),
   ],
 )
 def test_contradictions_are_refused(changes, said):

@@ -139,7 +139,7 @@ class DataConfig:
   train_data_columns: tuple[str, ...] = key(("text",))
   document_fields: tuple[str, ...] = key(())
   chat_template_path: str = key("")
-  sft_train_on_completion_only: bool = key(True, unread="objective=next_token")
+  sft_train_on_completion_only: bool = key(True, unread="objective=next_token|distill|dpo|margin")
   dataset_mixture: tuple[str, ...] = key(())
   dataset_exclude_file: str = key("")
   dataset_include_file: str = key("")

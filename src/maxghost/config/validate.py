@@ -303,8 +303,8 @@ def objective_units(v: Values) -> Iterator[str]:
 
 
 def conversations(v: Values) -> Iterator[str]:
-  records = plugins.OBJECTIVES[v.objective].records
-  if records == "text" and v.chat_template_path:
+  records, used = plugins.OBJECTIVES[v.objective].records, plugins.objectives_of(v.objective, v.ghost_val_sets)
+  if v.chat_template_path and all(one.records == "text" for one in used):
     yield f"{v['chat_template_path']} is for conversations, but {v['objective']} reads plain text; use objective=sft"
   if records != "text" and v.packing == "concat_then_split":
     yield f"{v['packing']} cuts {records} at row ends, but {v['objective']} keeps them whole; use packing=first_fit"
@@ -341,11 +341,11 @@ def rollouts(v: Values) -> Iterator[str]:
   if v.objective not in sampling:
     return
   given, rows = v["objective"], v.per_device_batch_size
-  if v.packing != "none":
-    yield f"{given} has a row for each answer, not {v['packing']}; use packing=none"
+  own = {"prompt", "prompts", "completion", "completions", "answers"}  # of rollouts.jsonl and of reward functions
+  for name in sorted(own & {text.partition("=")[0] for text in v.document_fields}):
+    yield f"document_fields={name}: {given} has a column of this name; give the field another: own_name={name}"
   if rows % v.num_generations:
-    near = rows - rows % v.num_generations + v.num_generations
-    yield f"per_device_batch_size={rows} parts groups of {v['num_generations']}; use {near}"
+    yield f"per_device_batch_size={rows} parts groups of {v['num_generations']}; use {rows + -rows % v.num_generations}"
   if v.max_completion_length >= v.max_target_length:
     most = v.max_target_length - 1
     yield f"{v['max_completion_length']} leaves no room for a prompt in {v['max_target_length']}; use {most} or less"
@@ -363,9 +363,9 @@ def rollouts(v: Values) -> Iterator[str]:
     yield f"{given} asks for where answers begin; use sft_train_on_completion_only=true"
   if v.opt_type in ("adamw", "muon") and not v.adam_eps:
     yield f"{given} gives answers that teach nothing a tiny gradient, which adam_eps=0.0 would make a whole step of"
-  for name, wanted in (("ghost_select", "none"), ("ghost_detail", "layer"), ("offline_data_dir", "")):
-    if getattr(v, name) != wanted and (name != "ghost_detail" or v.ghost_detail == "token"):
-      yield f"{v[name]} does not go with {given}, whose rows are sampled; use {name}={wanted or chr(39) * 2}"
+  for key, only in (("packing", "none"), ("ghost_select", "none"), ("ghost_detail", "layer"), ("offline_data_dir", "")):
+    if getattr(v, key) != only and (key != "ghost_detail" or v.ghost_detail == "token"):
+      yield f"{v[key]} does not go with {given}, whose rows are single answers; use {key}={only or chr(39) * 2}"
   if "weights" in v.offload_to_host:
     yield f"{v['offload_to_host']} does not go with {given}, which samples with the weights on the device"
   if v.grpo_beta and v.load_full_state_path:

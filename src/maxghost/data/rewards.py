@@ -113,9 +113,9 @@ def combined(by_name: dict[str, np.ndarray], weights: Sequence[float] = ()) -> n
 
 
 def advantages(reward_B: np.ndarray, num_generations: int, scale: str) -> np.ndarray:
-  """[B]: (r - mean of the group) / (s + 1e-4), with s the standard deviation (of n - 1) that `scale` names."""
+  """[B]: (r - mean of the group) / (s + 1e-4), s the deviation (of n - 1) that `scale` names; 0 for equal rewards."""
   groups_PG = np.asarray(reward_B, np.float64).reshape(-1, num_generations)
-  above_PG = groups_PG - groups_PG.mean(1, keepdims=True)
+  above_PG = np.where(np.ptp(groups_PG, 1, keepdims=True) > 0, groups_PG - groups_PG.mean(1, keepdims=True), 0)
   if scale != "none":
     above_PG /= groups_PG.std(1 if scale == "group" else None, ddof=1, keepdims=True) + EPSILON
   return above_PG.reshape(-1)

@@ -79,9 +79,8 @@ class Rollouts:
     advantage_B = rewards.advantages(reward_B, self._keys.num_generations, self._keys.scale_rewards)
     batch = self._batch(drawn.batch, ids_B, found, advantage_B, numbers, generation_B)
     told = self._told(drawn.batch, prompts_P, columns_P, texts, found, by_name, reward_B, advantage_B)
-    record = {"step": step, "prompts": told}
     metrics = self._metrics(found, by_name, reward_B) | {"perf/rollout_seconds": time.perf_counter() - begin}
-    self._held = Fetched(batch, self._layout.put(batch.arrays), drawn.position, metrics, record)
+    self._held = Fetched(batch, self._layout.put(batch.arrays), drawn.position, metrics, dict(step=step, prompts=told))
     return self._held
 
   def write(self, fetched: Fetched) -> None:
@@ -117,7 +116,8 @@ class Rollouts:
     records = []
     for index in batch.document_BS[:, 0].tolist():
       found = read(self._dataset.document(index).text)
-      gold = found.plain[1] if found.plain else found.messages[-1].get("content") or ""
+      said = (m.get("content") for m in found.messages[found.first :] if m["role"] == "assistant")
+      gold = found.plain[1] if found.plain else next((text for text in said if text is not None), "")
       records.append((gold, *self._dataset.document_record(index)[3:]))
     columns = zip(("completion", *self._dataset.source.fields), map(list, zip(*records, strict=True)), strict=True)
     return ids, [self._text(prompt) for prompt in ids], dict(columns)
@@ -169,7 +169,7 @@ class Rollouts:
     ]  # fmt: skip
 
   def _metrics(self, found: Progress, by_name: dict, reward_B: np.ndarray) -> dict[str, float]:
-    spread_P = reward_B.reshape(-1, self._keys.num_generations).std(1)
+    spread_P = np.ptp(reward_B.reshape(-1, self._keys.num_generations), 1)
     values = {"reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1),
               "frac_reward_zero_std": (spread_P == 0).mean(), "mean_length": found.counts_B.mean(),
               "clipped_ratio": (~found.done_B).mean()}  # fmt: skip
