@@ -68,6 +68,12 @@ def check_config(cfg: Config) -> ModelPlace:
     return place
   with naming(key, path):
     model_path.check_whole(place, "training")
+  if place.config.adapter.lora_rank:
+    way = f"load_parameters_path={place.config.checkpoint.given or 'BASE'} lora_restore_path={path}"
+    merge_first = f"merge them first: maxghost checkpoint hf export {path} FOLDER"
+    raise ConfigError(
+      f"{key}={path} holds adapters alone; use {way} with its lora_rank and lora_alpha, or {merge_first}"
+    )
   if unlike := differing(place.config.model, cfg.model):
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
     way = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"
@@ -84,13 +90,14 @@ def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
   path, said = cfg.optimizer.distill_teacher, f"distill_teacher={cfg.optimizer.distill_teacher}"
   place, found = find(path, key="distill_teacher")
   model_path.check_whole(place, "a teacher")
+  place, found, adapter = model_path.with_base(place, found)
   own, its = (load_tokenizer(c.data.tokenizer_type, c.data.tokenizer_path) for c in (cfg, found))
   if found.model.vocab_size != cfg.model.vocab_size or own.fingerprint != its.fingerprint:
     what = f"({found.model.vocab_size} entries, tokenizer {its.name}) than the run ({cfg.model.vocab_size}, {own.name})"
     raise ConfigError(f"{said} has another vocabulary {what}; use a teacher with the same tokenizer and vocab_size")
   if problem := pipeline.layers_problem(found.model, cfg.parallel):
     raise ConfigError(f"{said} passes the stages of the run: {problem}, or offline_data_dir, written without stages")
-  return found.model, lambda wanted: open_given(place, found, {"model": wanted}, ("distill_teacher", path))
+  return found.model, lambda wanted: open_given(place, found, {"model": wanted}, ("distill_teacher", path), adapter)
 
 
 def check_steps(place: ModelPlace, cfg: Config) -> None:
@@ -128,11 +135,11 @@ def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callab
   return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
 
 
-def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None) -> Callable[[], dict]:
+def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None, adapter="") -> Callable:
   """`open_parameters` of what a run begins with, or (key, path); errors name it, also while arrays are read."""
   key, path = given or (cfg.checkpoint.given_by, cfg.checkpoint.given)
   with naming(key, path):
-    return naming(key, path)(open_parameters(place, cfg, wanted))
+    return naming(key, path)(open_parameters(place, cfg, wanted, adapter=adapter))
 
 
 def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed: bool = False) -> Callable[[], dict]:

@@ -158,6 +158,32 @@ def test_an_export_of_a_run_with_adapters_is_its_base_with_them(runs, tmp_path):
   assert own == merged != plain
 
 
+def test_a_run_with_adapters_is_a_teacher_with_them(runs):
+  found = []
+  for run in (runs[0] / "whole" / "run", runs[0] / "base" / "run"):
+    cfg = load_model.plain(load_model.find(run)[1])
+    _, open_teacher = load_model.teacher(config.replace(cfg, objective="distill", distill_teacher=str(run)))
+    graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
+    held = open_teacher(state.to_tree(state.abstract_arrays(abstract)))()["model"]
+    tokens = np.arange(9, dtype=np.int32)[None]
+    found.append(nnx.merge(graphdef, state.from_tree(held, abstract))(tokens))
+    graphdef, merged = load_model.load(*load_model.find(run))
+    np.testing.assert_array_equal(nnx.merge(graphdef, merged)(tokens), found[-1])
+  assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
+def test_adapters_alone_are_not_the_model_that_a_run_begins_with(runs, key, tmp_path):
+  run, base = runs[0] / "whole" / "run", runs[0] / "base" / "run"
+  said = (
+    rf"{key}=.*run holds adapters alone; use load_parameters_path={base} lora_restore_path={run} with its lora_rank"
+  )
+  with pytest.raises(ConfigError, match=said):
+    load_model.check_config(config.load(*KEYS, f"base_output_directory={tmp_path}", f"{key}={run}"))
+  with pytest.raises(ConfigError, match=f"holds adapters of its own; give its base, {base}, to merge x into"):
+    load_model.load(*load_model.find(run), adapter="x")
+
+
 def _nested(flat: dict) -> dict:
   from flax.traverse_util import unflatten_dict
 

@@ -4,6 +4,7 @@ B=9 rows of T=24, P prompts, G answers to each, V vocabulary.
 """
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from maxghost.attribution import what_if
 from maxghost.config import ConfigError
 from maxghost.data import rewards
 from maxghost.objectives.grpo import PolicyLoss
+from maxghost.serving.generator import Progress
+from maxghost.training.rollouts import Rollouts
 
 T, ROWS, MOST = 24, 9, 11
 KEYS = {
@@ -272,6 +275,23 @@ def test_what_the_sum_over_tokens_is_divided_by(kind, tmp_path):
     "dr_grpo": parts.prod(1).sum() / (8 * 4),
   }[kind]
   assert metrics_of(folder)[0]["learning/loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "divisor"), [("dapo", 3 + 2), ("grpo", 3), ("dr_grpo", 3 * 4)])
+def test_what_is_left_out_counts_in_the_divisor_as_in_trl(kind, divisor):
+  """Three answers of 3, 4 and 2 tokens, of which the second has no end; every token loses 1."""
+  keys = {"grpo_loss_type": kind, "mask_truncated_completions": True, "max_completion_length": 4, "packing": "none"}
+  cfg = config.replace(config.load(), objective="grpo", num_generations=3, per_device_batch_size=3, **keys)
+  rollouts = object.__new__(Rollouts)
+  rollouts._cfg, rollouts._keys = cfg, cfg.rollout
+  rollouts._dataset = types.SimpleNamespace(tokenizer=types.SimpleNamespace(pad_id=258))
+  ended, counts = np.array([True, False, True]), np.array([3, 4, 2])
+  found = Progress(np.ones((3, 4), np.int32), counts, ended, np.zeros((3, 4), np.float32))
+  drawn = types.SimpleNamespace(document_BS=np.zeros((1, 1), np.int64), epoch_B=np.zeros(1, np.int64))
+  batch = rollouts._batch(drawn, [[5, 6]] * 3, found, np.ones(3), np.zeros(3, int), np.arange(3)).arrays
+  weights_BT = batch["targets_weights"]
+  loss = (weights_BT * batch["loss_scales"][:, None]).sum() / weights_BT.sum()
+  assert loss == pytest.approx((2 if kind == "grpo" else counts[ended].sum()) / divisor)
 
 
 def test_answers_without_an_end_can_be_left_out(tmp_path):

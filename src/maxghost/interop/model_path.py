@@ -79,12 +79,14 @@ def plain(cfg: Config) -> Config:
 
 
 def with_base(place: ModelPlace, cfg: Config, adapter: str = "") -> tuple[ModelPlace, Config, str]:
-  """(base, its configuration, path of the adapter to merge): of a run with adapters those are its own, or `adapter`."""
+  """(base, its configuration, path of the adapter to merge) of a model with `adapter`, or of a run with adapters."""
   if not cfg.adapter.lora_rank:
     return place, cfg, adapter
   if not (given := cfg.checkpoint.load_parameters_path):
     raise LayoutError(f"{place.tree} holds adapters of a model made from init_weights_seed; there is no base")
-  return find(given, "load_parameters_path"), plain(cfg), adapter or str(place.tree)
+  if adapter:
+    raise LayoutError(f"{place.tree} holds adapters of its own; give its base, {given}, to merge {adapter} into")
+  return find(given, "load_parameters_path"), plain(cfg), str(place.tree)
 
 
 def check_whole(place: ModelPlace, what: str) -> None:

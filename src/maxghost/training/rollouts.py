@@ -134,20 +134,22 @@ class Rollouts:
     pad = self._dataset.tokenizer.pad_id
     tokens_BT, filled_BT = (np.full((rows, length + 1), value, np.int32) for value in (pad, 0))
     weights_BT, logps_BT = np.zeros((2, rows, length + 1), np.float32)
+    kept_B = found.done_B | np.bool_(not keys.mask_truncated_completions)
     for i, prompt in enumerate(ids_B):
       answer = found.row(i)
       stop = len(prompt) + len(answer)
       tokens_BT[i, :stop], filled_BT[i, :stop] = [*prompt, *answer.tolist()], 1
       logps_BT[i, len(prompt) : stop] = found.logps_BN[i, : len(answer)]
-      if found.done_B[i] or not keys.mask_truncated_completions:
+      if kept_B[i]:
         weights_BT[i, len(prompt) : stop] = 1 / len(answer) if keys.grpo_loss_type == "grpo" else 1
     fills_BT = filled_BT[:, 1:]
-    scale = weights_BT.sum() / (rows * keys.max_completion_length) if keys.grpo_loss_type == "dr_grpo" else 1.0
+    # Divisors other than the sum of the weights, which the loss is divided by: they count answers that are left out too.
+    scales = {"grpo": kept_B.mean(), "dr_grpo": weights_BT.sum() / (rows * keys.max_completion_length)}
     place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
     arrays = {"inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
               "inputs_position": place_BT, "targets_position": place_BT, "inputs_segmentation": fills_BT,
               "targets_segmentation": fills_BT, "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:],
-              SCALES: np.full(rows, scale, np.float32),
+              SCALES: np.full(rows, scales.get(keys.grpo_loss_type, 1.0), np.float32),
               ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32)}  # fmt: skip
     documents_B1, generation_B1 = (x[:, None].astype(np.int64) for x in (drawn.document_BS[numbers, 0], generation_B))
     return Batch(arrays, documents_B1, generation_B1, drawn.epoch_B[numbers])
