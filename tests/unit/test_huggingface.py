@@ -214,6 +214,23 @@ def test_a_window_that_begins_at_a_huge_layer_begins_nowhere():
   content = json.loads((hf_models.FOLDER / "qwen3" / "config.json").read_text())
   content |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 10**12}
   assert huggingface_config.keys_of(content, "x")["attention_type"] == ("global",)
+  content |= {"max_window_layers": 0}
+  assert huggingface_config.keys_of(content, "x")["attention_type"] == ("local_sliding",)
+  assert huggingface_config.keys_of(content | {"use_sliding_window": None}, "x")["attention_type"] == ("global",)
+
+
+@pytest.mark.parametrize(
+  ("name", "entries"),
+  [
+    ("mistral", ["sliding_window"]), ("mixtral", ["rms_norm_eps"]), ("qwen3", ["head_dim"]),
+    ("qwen3_moe", ["num_key_value_heads"]), ("gpt_oss", ["rope_theta", "rope_parameters"]),
+  ],
+)  # fmt: skip
+def test_what_transformers_would_fill_in_from_one_model_must_be_there(name, entries):
+  content = json.loads((hf_models.FOLDER / name / "config.json").read_text())
+  huggingface_config.keys_of(content, "x")
+  with pytest.raises(ConfigError, match=f"x has no {' or '.join(entries)}"):
+    huggingface_config.keys_of({entry: value for entry, value in content.items() if entry not in entries}, "x")
 
 
 @pytest.mark.parametrize("named", [3, None, "../model.safetensors", ""])

@@ -79,8 +79,10 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   """The model keys that make the function of a config.json. Raises LayoutError for what no key can express."""
   family, read = _family(content, origin), _Reader(content, origin)
   entries = family.huggingface.entries
-  if missing := [x.names[0] for x in entries if x.default is REQUIRED and read.get(*x.names) is None]:
-    raise LayoutError(f"{origin} has no {', '.join(missing)}")
+  missing = [x.names[0] for x in entries if x.default is REQUIRED and read.get(*x.names) is None]
+  missing += [names for names in family.huggingface.stated if not any(name in content for name in names.split(" or "))]
+  if missing:
+    raise LayoutError(f"{origin} has no {', '.join(dict.fromkeys(missing))}")
   keys = {**family.needs, "decoder_block": family.name} | {entry.key: read.entry(entry) for entry in entries}
   for name, allowed in family.huggingface.demands.items():
     if (value := read.get(name, default=allowed[0])) not in allowed:
@@ -121,8 +123,9 @@ def _attention_types(read: _Reader, family: Family, num_layers: int) -> dict[str
   """Which layers slide: `layer_types` names each; without it the family's own pattern, where there is a window."""
   window, types = read.get("sliding_window"), read.get("layer_types")
   if types is None:
-    sliding = family.huggingface.sliding if read.get("use_sliding_window", default=True) else ""
-    sliding = sliding if window or sliding == "alternate" else ""
+    sliding = family.huggingface.sliding
+    if sliding == "late" and not read.get("use_sliding_window") or sliding != "alternate" and not window:
+      sliding = ""
     first = min(read.typed("max_window_layers", read.get("max_window_layers", default=0), int) or 0, num_layers)
     slides = {"all": [True], "late": [False] * first + [True] * num_layers, "alternate": [True, False]}
     pattern = slides.get(sliding, [False])
