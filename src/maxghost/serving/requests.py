@@ -160,8 +160,11 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
   stop = values["stop"] if isinstance(values["stop"], list) else [values["stop"]]
   if not all(isinstance(text, str) for text in stop) or len(stop) > 16:
     raise Refused(f"stop={_short(values['stop'])} is neither text nor a list of at most 16", "stop")
-  if wrong := values["stream_options"].keys() - {"include_usage"}:
-    raise Refused(f"stream_options has {_short(min(wrong))}; it takes include_usage", "stream_options")
+  options = values["stream_options"]
+  if options.keys() - {"include_usage"} or not all(isinstance(value, bool) for value in options.values()):
+    raise Refused(f"stream_options={_short(options)}: it takes include_usage, true or false", "stream_options")
+  if options and not values["stream"]:
+    raise Refused("stream_options needs stream=true", "stream_options")
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
   chosen = {name: values[name] for name in _SAMPLING}
