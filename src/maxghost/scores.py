@@ -120,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   _note(answer.notes)
+  if by == "id" and (args.drop_below is not None or args.keep) and "" in answer.columns["id"]:
+    raise ConfigError("--by id: some records have no id; use --by document, or leave them out: --where 'id~?*'")
   if args.drop_below is not None:
     return _drop(args, answer, by)
   if args.keep:

@@ -326,6 +326,21 @@ def test_the_next_run_trains_on_the_best_share_alone(run_dir, corpus, tmp_path, 
   assert {tuple(json.loads(line)) for line in ids.read_text().splitlines()} == {("id",)}
 
 
+def test_records_without_an_id_are_not_named_by_an_empty_one(tmp_path, capsys):
+  writer, names = Writer(tmp_path, fields=("id",)), ("tokens", "loss", "dot", "contribution")
+  rows = [("a", "p", 0, "x"), ("a", "p", 9, ""), ("b", "q", 0, "")]
+  writer.append({"step": 0}, {name: np.ones(3) for name in names}, rows)
+  writer.close()
+  asked = [str(tmp_path), "--drop-below", "2", "--output", str(tmp_path / "ids"), "--by"]
+  assert scores.main([*asked, "id"]) == 2 and not (tmp_path / "ids").exists()
+  assert "--by id: some records have no id; use --by document, or leave them out: --where 'id~?*'" in (
+    capsys.readouterr().err
+  )
+  assert scores.main([*asked, "id", "--where", "id~?*"]) == 0
+  assert (tmp_path / "ids").read_text() == '{"id": "x"}\n'
+  assert scores.main([*asked, "document"]) == 0 and len((tmp_path / "ids").read_text().splitlines()) == 3
+
+
 def test_ids_to_include_that_match_nothing_are_counted_or_refused(corpus, tmp_path):
   file = tmp_path / "some.jsonl"
   cfg = dataclasses.replace(corpus, dataset_include_file=str(file))
