@@ -96,12 +96,16 @@ def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path):
 @pytest.mark.parametrize(
   ("value", "shown"), [("x", "'x'"), (None, "None"), ([1], r"\[1\]"), (float("nan"), "nan"), (1e999, "inf")]
 )
-def test_log_probabilities_that_are_no_numbers_are_refused_with_file_and_line(tmp_path, value, shown):
+def test_log_probabilities_that_are_unusable_are_refused_with_file_and_line(tmp_path, value, shown):
   records = [r | {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5} for r in pairs(20)]
   records[4]["ref_rejected_logps"] = value
   columns = ("prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps")
   made, _ = dataset(write(tmp_path / "p.jsonl", records), train_data_columns=columns)
   with pytest.raises(ConfigError, match=rf"p.jsonl.*line 5: its ref_rejected_logps is {shown}, no finite number"):
+    made.notes()
+  records[4] |= {"ref_rejected_logps": -2.5, "chosen": " and so on" * 20}  # of which the policy would see a part
+  made, _ = dataset(write(tmp_path / "p.jsonl", records), train_data_columns=columns)
+  with pytest.raises(ConfigError, match=r"line 5: its ref_chosen_logps is of the whole response, which max_target_len"):
     made.notes()
 
 

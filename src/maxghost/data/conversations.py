@@ -246,9 +246,11 @@ class PairUnits(ConversationUnits):
       differ = np.flatnonzero(chosen[:size] != rejected[:size])
       shared = int(differ[0]) if len(differ) else size
       found = [(ids, np.where(np.arange(len(ids)) < shared, 0, weight)) for ids, weight in found]
-    for name in REFERENCE_COLUMNS if self.has_reference else ():
+    for name, (ids, _) in zip(REFERENCE_COLUMNS, found, strict=True) if self.has_reference else ():
       if not isinstance(value := record.get(name), int | float) or not math.isfinite(value):
         raise ValueError(f"its {name} is {value!r}, no finite number")
+      if len(ids) > most:
+        raise ValueError(f"its {name} is of the whole response, which max_target_length={most - 1} cuts")
     for name, (_, weight) in zip(SIDES, found, strict=True):
       if not weight[1:].any():
         raise ValueError(f"its {name} response is only how the other one begins; end responses with add_eos=true")
