@@ -4,9 +4,11 @@ Against gradients at the parameters of both steps by the model's own derivative,
 gradient per document.
 """
 
+import re
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
@@ -19,7 +21,7 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import attribute, config, train
 from maxghost.attribution import load
 from maxghost.optimizers import learning_rate_schedule
-from maxghost.training import memory, scoring, step
+from maxghost.training import console, memory, scoring, step
 from maxghost.training import state as state_lib
 
 WIDE = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
@@ -218,6 +220,20 @@ def test_the_estimate_of_memory_counts_the_stored_gradient():
 
 
 KEYS = (*command.KEYS[1:], "ghost_curvature=secant", "ghost_direction=path", "ghost_val_refresh_steps=5")
+
+
+@pytest.mark.parametrize("keys, first_order, said", [
+  ("ghost_val_refresh_steps=0", [0], "step 0 is scored to first order"),
+  ("ghost_val_every=3 ghost_val_refresh_steps=6", [0, 1, 2, 6, 7, 8],
+   "steps 0 to 2 are scored to first order, and so are the first 3 steps with new .* rows .ghost_val_refresh_steps=6."),
+  ("ghost_every=2 ghost_val_refresh_steps=5", [0, 6, 10], "step 0 is .* and so is the first step with new .*=5."),
+  ("ghost_val_every=3 ghost_val_refresh_steps=2", range(12), "all steps are scored to first order: .*=2 draws new rows"),
+])  # fmt: skip
+def test_a_run_says_which_steps_are_of_first_order(keys, first_order, said):
+  cfg = config.load(None, "ghost_curvature=secant", "warmup_steps_fraction=0", *keys.split())
+  scored = range(0, 12, cfg.ghost.ghost_every)
+  assert [n for n in scored if scoring.secant_weight(cfg, jnp.uint32(n)) == 0] == list(first_order)
+  assert re.match(said, console.of_first_order(cfg.ghost))
 
 
 @pytest.mark.slow

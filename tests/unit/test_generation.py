@@ -94,6 +94,16 @@ def test_greedy_text_is_the_argmax_of_every_prefix(model, greedy):
     np.testing.assert_array_equal(greedy.row(i), best_BT[i, len(prompt) - 1 : len(prompt) + 8])
 
 
+def test_a_model_in_float64_generates():
+  """A run with dtype=float64 has 64-bit integers too; it draws samples and answers like any other."""
+  with jax.enable_x64(True):
+    model = tiny.make_model(tiny.make_config(dtype="float64", weight_dtype="float64"))
+    found = Generator(nnx.graphdef(model), SIZE).generate(nnx.state(model), PROMPTS, 3)
+    for i, prompt in enumerate(PROMPTS):
+      logits_TV = whole_logits(model, np.array([[*prompt, *found.row(i)]], np.int32))[0]
+      np.testing.assert_array_equal(found.row(i), np.argmax(np.asarray(logits_TV), -1)[len(prompt) - 1 : -1])
+
+
 def test_a_row_ends_at_its_stop_token_and_the_others_go_on(model, greedy):
   graphdef, state = nnx.split(model)
   stop = int(greedy.row(0)[2])

@@ -104,7 +104,8 @@ def append(kept, new, counts_B, lengths_B=None):
 
     def put_row(row, kept):
       token = jax.lax.dynamic_slice_in_dim(new, row, 1, row_axis)
-      return jax.lax.dynamic_update_slice(kept, token, [0] * row_axis + [row, 0, slots_B[row], 0])
+      slot = slots_B[row].astype(row.dtype)  # all indices of one type, also in a process with 64-bit numbers
+      return jax.lax.dynamic_update_slice(kept, token, [0] * row_axis + [row, 0, slot, 0])
 
     if in_loop:
       return jax.lax.fori_loop(0, kept.shape[row_axis], put_row, kept)

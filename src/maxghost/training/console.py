@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, TextIO
 
 from maxghost.config import Config
+from maxghost.config.schema import GhostConfig
 from maxghost.config.values import printable
 from maxghost.training.plan import Plan
 from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
@@ -86,13 +87,24 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
     against = f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}"
     scores = f"{len(scored)} parameter arrays scored ({share:.2%} of all parameters)"
     lines.append(f"ghost: {scores} against {against}, schedule {ghost.ghost_schedule}")
-    if ghost.ghost_curvature == "secant":  # it adds nothing without an earlier validation gradient of the same rows
-      renewed = 0 if ghost.carries_curvature else ghost.ghost_val_refresh_steps
-      drawn = f" and every {renewed} steps, where new validation rows are drawn (ghost_val_refresh_steps)"
-      lines.append(f"ghost_curvature=secant: step 0 is scored to first order{drawn if renewed else ''}")
+    if ghost.ghost_curvature == "secant":
+      lines.append(f"ghost_curvature=secant: {of_first_order(ghost)}")
   if file := cfg.parallel.compiled_trainstep_file:
     lines.append(f"compiled_trainstep_file={file} is for train_compile, which writes it; a run compiles its own step")
   return [*lines, f"run directory: {path}"]
+
+
+def of_first_order(ghost: GhostConfig) -> str:
+  """Says which steps the secant adds nothing to: those without an earlier validation gradient of the same rows."""
+  every, shared = max(ghost.ghost_every, ghost.ghost_val_every), ghost.ghost_val_every
+  renewed = 0 if ghost.carries_curvature else ghost.ghost_val_refresh_steps
+  if 0 < renewed <= every:
+    return f"all steps are scored to first order: ghost_val_refresh_steps={renewed} draws new rows for every gradient"
+  first, again = "step 0 is", "is the first step"
+  if shared > 1:
+    first, again = f"steps 0 to {shared - 1} are", f"are the first {shared} steps"
+  drawn = f", and so {again} with new validation rows (ghost_val_refresh_steps={renewed})"
+  return f"{first} scored to first order{drawn if renewed else ''}"
 
 
 def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str) -> list[str]:
