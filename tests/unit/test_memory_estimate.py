@@ -270,6 +270,16 @@ def test_the_verdict_names_the_largest_tensors_and_settings_that_make_it_fit():
   assert time.perf_counter() - begin < 10
 
 
+def test_settings_that_need_each_other_are_all_printed():
+  """Weights leave the device by segments: the line before that of the segments is not a step of its own."""
+  given = ("model_name=gpt2-small", "max_target_length=1024", "per_device_batch_size=16", "mtp_num_layers=1")
+  estimated = estimate(config.load(None, *given))
+  capacity = int(0.3 * estimated.total)
+  steps = remedies(estimated, capacity)
+  typed = [key for keys, _, _ in steps for key in keys.split()]
+  assert estimate(config.load(None, *given, *typed)).total == steps[-1][2].total <= capacity
+
+
 def test_no_setting_is_advised_that_is_not_needed():
   estimated = long(remat_policy="none", max_target_length=8192, attention="blockwise")
   steps = remedies(estimated, estimated.total - 1)

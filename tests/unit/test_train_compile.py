@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import meshes
@@ -21,7 +22,7 @@ from maxghost.config.validate import MESH_AXES
 from maxghost.parallel.axis_rules import make_rules
 from maxghost.parallel.mesh import auto
 from maxghost.parallel.shardings import Layout, use
-from maxghost.training import compiled_steps, state
+from maxghost.training import aot, compiled_steps, state
 from maxghost.training.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +105,17 @@ def test_what_it_saves_is_the_train_step(compiled):
       counts = batch["targets_segmentation"] != 0
       assert float(np.squeeze(out[name])) == pytest.approx((losses * counts).sum() / counts.sum(), rel=1e-5)
   assert np.abs(np.asarray(out["contribution_BSK"])).max() > 0
+
+
+def test_the_lines_of_the_memory_add_up_to_what_must_fit():
+  plan = Plan.of(one_layer(), meshes.make_layout(one_layer(), 8))
+  sizes = {"argument": plan.memory.arguments, "output": 3e9, "alias": 1e9, "temp": 1e10, "generated_code": 1e9}
+  memory = SimpleNamespace(**{f"{name}_size_in_bytes": int(size) for name, size in sizes.items()})
+  executable = SimpleNamespace(memory_analysis=lambda: memory, cost_analysis=dict)
+  lines, fits = aot.report_lines(aot.Compiled(plan, executable, 1.0), "v5e-1")
+  shown = {found[1]: float(found[2]) for line in lines if (found := re.fullmatch(r"  (\S.*?) +([\d.]+) GB", line))}
+  assert shown.pop("total") == pytest.approx(sum(shown.values()), abs=0.002) and shown["program"] == 1
+  assert fits and "memory: needs 13.00 of 16.91 GB: fits, 3.91 GB to spare" in lines
 
 
 def one_layer() -> config.Config:

@@ -85,7 +85,7 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
     return lines if have is None else [*lines, *shortage(plan.memory, have)], False
   memory = compiled.executable.memory_analysis()
   sizes = compiled_sizes(memory)
-  need = sum(sizes.values())
+  need = sum(sizes.values()) + memory.generated_code_size_in_bytes
   parts = {**{row.name: row.bytes for row in plan.memory.resident}, "temporaries": memory.temp_size_in_bytes,
            "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
            "program": memory.generated_code_size_in_bytes,

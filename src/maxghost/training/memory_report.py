@@ -178,8 +178,7 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
     for keys, cost in _candidates(current):
       found = current.change(**keys)
       if found is not None and found.total < 0.98 * current.total:
-        taken.pop(tuple(keys), None)
-        taken[tuple(keys)], current = (keys, cost), found
+        taken[tuple(keys)], current = (keys, cost), found  # where the earlier value was: later ones may need it
         break
     else:
       break
@@ -192,11 +191,12 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
       rest = {other: step for other, step in taken.items() if other != names}
       if (found := after(rest.values())) is not None and found.total <= capacity_bytes:
         taken = rest
-  out, steps = [], list(taken.values())
+  out, steps, typed = [], list(taken.values()), {}
   for i, (keys, cost) in enumerate(steps):
-    if (found := after(steps[: i + 1])) is not None:
-      typed = {name: ",".join(map(str, v)) if isinstance(v, tuple) else v for name, v in keys.items()}
+    typed |= {name: ",".join(map(str, v)) if isinstance(v, tuple) else v for name, v in keys.items()}
+    if (found := after(steps[: i + 1])) is not None:  # else it needs the next ones, and stands in their line
       out.append((" ".join(f"{name}={value}" for name, value in typed.items()), cost, found))
+      typed = {}
   return out
 
 
