@@ -236,3 +236,33 @@ def test_a_layer_called_twice_is_refused_where_its_direction_needs_both_uses(mlp
   zeros = {label: np.zeros_like(v) for label, v in tiny.by_label(model).items()}
   with pytest.raises(ValueError, match=r"inner \(2 calls\).*whole gradient.*[^_]exclude"):
     ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, state=ghost.AdamState(zeros, 0))
+
+
+class OwnProduct(Mlp):
+  """Dense layers whose product or promotion is the user's own."""
+
+  def __init__(self, rngs):
+    super().__init__(rngs)
+
+    def product(x, w, dims, precision=None, preferred_element_type=None, out_sharding=None):
+      return jax.lax.dot_general(x, jnp.tanh(w), dims, precision)
+
+    promote = lambda arrays, dtype=None, inexact=True: [x if x is None else x * x for x in arrays]  # noqa: E731
+    self.first = nnx.Linear(WIDTH, HIDDEN, dot_general=product, rngs=rngs)
+    self.middle = nnx.LinearGeneral(HIDDEN, HIDDEN, dot_general_cls=lambda: product, rngs=rngs)
+    self.second = nnx.Linear(HIDDEN, CLASSES, promote_dtype=promote, rngs=rngs)
+
+  def __call__(self, x):
+    return self.second(jnp.tanh(self.middle(jax.nn.relu(self.norm(self.first(x))))))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_dense_layers_with_a_product_of_the_users(mlp, rank):
+  model, (_, train, val, _) = randomized(OwnProduct), mlp
+  if rank:
+    with pytest.raises(ValueError, match="rank=1 saves nothing on any parameter"):
+      ghost.GhostEngine(rank=rank).score(model, train, val, loss_fn=squared_loss)
+    return
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  for label, value in expected_dots(model, squared_loss, train, val).items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
