@@ -266,3 +266,22 @@ def test_dense_layers_with_a_product_of_the_users(mlp, rank):
   result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
   for label, value in expected_dots(model, squared_loss, train, val).items():
     assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+
+
+class WithArrays(Mlp):
+  """Arrays that are not Params, in the places where nnx finds them."""
+
+  def __init__(self, rngs):
+    super().__init__(rngs)
+    shifts = [jnp.linspace(0.0, 1.0 + i, WIDTH)[None] for i in range(3)]
+    self.own, self.several, self.named = shifts[0], nnx.data([shifts[1]]), nnx.data({"shift": shifts[2]})
+
+  def __call__(self, x):
+    return super().__call__(x + self.own * self.several[0] - self.named["shift"])
+
+
+def test_a_model_may_hold_arrays_in_lists_and_dicts(mlp):
+  model, (_, train, val, _) = WithArrays(nnx.Rngs(0)), mlp
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  expected = sum(expected_dots(model, squared_loss, train, val).values())
+  assert oracles.relative_error(result.dot, expected) < 1e-5

@@ -77,8 +77,7 @@ def attach(
   exclude pattern without a match, or a rank that saves nothing on any parameter.
   """
   spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
-  graphdef, state = nnx.split(model)
-  twin = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+  twin = nnx.clone(model)
   modules: dict[tuple, Any] = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   excluded = matching(views, exclude)
   reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)
