@@ -238,6 +238,54 @@ def test_a_layer_called_twice_is_refused_where_its_direction_needs_both_uses(mlp
     ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, state=ghost.AdamState(zeros, 0))
 
 
+class TiedByHand(nnx.Module):
+  """A table that is also the output, here `how`: by its method, by its array, as another layer's weight."""
+
+  def __init__(self, rngs, how: str):
+    self.how, self.table = how, nnx.Embed(CLASSES, WIDTH, rngs=rngs)
+    self.out = nnx.Linear(WIDTH, CLASSES, use_bias=False, rngs=rngs)
+    self.apart = nnx.data((nnx.Param(jnp.ones((1, 1, WIDTH))),)) if how == "apart" else None
+
+  def __call__(self, ids):
+    x = jnp.tanh(self.table(ids)) * (1 if self.apart is None else self.apart[0][...])
+    if self.how == "array":
+      return self.out(x) + x @ self.table.embedding[...].T
+    if self.how == "assigned":
+      self.out.kernel[...] = self.table.embedding[...].T
+    return self.out(x) + (self.table.attend(x) if self.how == "method" else 0)
+
+
+def penalized_loss(model, batch):
+  losses, weights = tagging_loss(model, batch)
+  return losses + 0.01 * jnp.square(model.out.kernel[...]).sum(), weights
+
+
+@pytest.mark.parametrize(
+  ("how", "loss_fn", "named"),
+  [
+    ("array", tagging_loss, "table/embedding"),
+    ("assigned", tagging_loss, "table/embedding"),
+    ("apart", tagging_loss, "apart/0"),
+    ("method", penalized_loss, "out/kernel"),
+    ("method", tagging_loss, None),
+  ],
+)
+def test_a_param_that_is_used_outside_its_layer_is_refused(how, loss_fn, named):
+  """No rule sees that use: the score would lack a part of the gradient, and nothing would tell."""
+  model = randomized(lambda rngs: TiedByHand(rngs, how))
+  train, val = ({**b, "x": b["x"] % CLASSES} for b in (tagging_batch(N, 1), tagging_batch(N_VAL, 2)))
+  expected = sum(expected_dots(model, loss_fn, train, val).values())
+  result = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=loss_fn)
+  assert oracles.relative_error(result.dot, expected) < 1e-5
+  if named is None:
+    return
+  with pytest.raises(ValueError, match=rf"^{named}: used outside its layer's methods.*engine='jvp'"):
+    ghost.GhostEngine().score(model, train, val, loss_fn=loss_fn)
+  if how != "apart":
+    exclude = (named,)
+    assert score(ghost.GhostEngine(exclude=exclude), model, train, val, loss_fn=loss_fn).dot.shape == (N,)
+
+
 class OwnProduct(Mlp):
   """Dense layers whose product or promotion is the user's own."""
 

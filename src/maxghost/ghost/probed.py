@@ -24,8 +24,8 @@ from maxghost.parallel.shardings import constrain
 
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
 
-# Collects a `Use` for every probed call of a trace, in their order.
-recorder: contextvars.ContextVar[list | None] = contextvars.ContextVar("maxghost_used", default=None)
+# In a trace that looks for other uses of Params: a list for the `Use` of each probed call, and the twin's arrays.
+recorder: contextvars.ContextVar[tuple[list, dict] | None] = contextvars.ContextVar("maxghost_used", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,11 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   passes = _passes(twin, rule, method, static, rebuild)
   if autodiff.for_inputs_only():
     return rule.combine(twin, passes.apply(values, arrays), *args)
+  if (recording := recorder.get()) is not None:
+    used, given = recording
+    out, shapes = passes.apply(_cut_off(twin, values, given), arrays), tuple(x.shape for x in arrays)
+    used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
+    return rule.combine(twin, out, *args)
   if info.linked is None:
     out = _scored_call(passes, values, arrays, parts, probes)
   elif method == info.linked.method:
@@ -79,16 +84,21 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
     out = _linked_lookup(passes, output, values, arrays, parts, probes)
   rows = probes[info.scored[0].name]["probe"].shape[1:]  # those of a micro-batch on the stages of a pipeline
   expected = (rows[0] + info.num_val, *rows[1:])
-  if (used := recorder.get()) is not None:
-    shapes = tuple(x.shape for x in arrays)
-    used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
-  elif out.shape[: len(expected)] != expected:
+  if out.shape[: len(expected)] != expected:
     axes = " and ".join(("examples", "positions")[: len(expected)])
     raise ValueError(
       f"{info.path}.{method} returns shape {out.shape}, but its leading axes must be the {axes} {expected}: give the "
       f"layer inputs with the batch axis first (broadcast shared inputs to the batch), or name it in ghost_exclude"
     )
   return rule.combine(twin, out, *args)
+
+
+def _cut_off(twin, values: dict, given: dict) -> dict:
+  """Zeros for values, but for those that the model has set since; unknown where a transform copied the probe too."""
+  probes = {p.name: p.part_path("probe") for p in twin.ghost_info.scored}
+  copied = {name: getattr(twin, path[-1])[...] is not given[path] for name, path in probes.items()}
+  is_set = {name: values[name] is not given[(*path[:-1], name)] for name, path in probes.items() if not copied[name]}
+  return {name: x if is_set.get(name) else jnp.zeros_like(x) for name, x in values.items()}
 
 
 def _separate(args, kwargs):
