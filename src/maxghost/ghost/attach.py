@@ -46,7 +46,7 @@ class Twin:
     return self.merge(params, self.zero_probes(), self.direction_state(parts), rest)
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
-    return nnx.merge(self.graphdef, params, probes, directions, rest)
+    return nnx.merge(self.graphdef, params, probes, directions, rest, copy=True)  # at this level of a trace
 
   def scores(self, probe_gradients: nnx.State) -> tuple[dict, dict]:
     """({label: [*stack, K, n(, T)]}, {label: facts [*stack, K, 2]}); facts, and K + 1 sets: see `directions.form`."""

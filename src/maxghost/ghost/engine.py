@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
@@ -243,17 +244,16 @@ def _identity(function: Callable):
 
 
 def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
-  """Raises ValueError where the loss advances the model's random numbers, since `score` does not change the model."""
+  """Raises ValueError where the loss depends on random numbers that the model draws; `score` does not change it."""
+  graphdef, counts, rest = nnx.split(model, nnx.RngCount, ...)
 
-  def draw(batch) -> None:
-    own = nnx.clone(model)
-    before, _, after = drawn(own), loss_fn(own, batch), drawn(own)
-    if any(new is not old for new, old in zip(after, before, strict=True)):
+  def draw(counts, rest, batch):
+    return loss_fn(nnx.merge(graphdef, counts, rest), batch)
+
+  if num := len(jax.tree.leaves(counts)):
+    jaxpr = jax.make_jaxpr(draw)(counts, rest, batch).jaxpr
+    if any(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][:num]):
       raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
-
-  drawn = lambda model: jax.tree.leaves(nnx.state(model, nnx.RngCount))  # noqa: E731
-  if drawn(model):
-    jax.eval_shape(draw, batch)
 
 
 def _shapes(batch):

@@ -22,6 +22,7 @@ from maxghost.models import autodiff
 from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain
 
+ARRAYS = (nnx.Variable, jax.Array, np.ndarray)  # the data of a layer
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
 
 # In a trace that looks for other uses of Params: a list for the `Use` of each probed call, and the twin's arrays.
@@ -61,7 +62,7 @@ class TwinInfo:
 def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
   info: TwinInfo = twin.ghost_info
-  own = {name: v for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")}
+  own = {name: v for name, v in vars(twin).items() if isinstance(v, ARRAYS) and not name.startswith("ghost_")}
   values = {name: v[...] for name, v in own.items()}
   parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
   kinds = ("probe", "facts") if info.scored[0].spec.in_backward else ("probe",)
@@ -94,17 +95,23 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
 
 
 def _cut_off(twin, values: dict, given: dict) -> dict:
-  """Zeros for values, but for those that the model has set since; unknown where a transform copied the probe too."""
-  probes = {p.name: p.part_path("probe") for p in twin.ghost_info.scored}
-  copied = {name: getattr(twin, path[-1])[...] is not given[path] for name, path in probes.items()}
-  is_set = {name: values[name] is not given[(*path[:-1], name)] for name, path in probes.items() if not copied[name]}
-  return {name: x if is_set.get(name) else jnp.zeros_like(x) for name, x in values.items()}
+  """`values` with zeros for scored Params, but for those that the model has set since, other than by a cast.
+
+  Unknown, and so zero, where a transform such as nnx.jit copied the probe too.
+  """
+
+  def is_set(path, probe) -> bool:
+    old, new = given[path], values[path[-1]]
+    return getattr(twin, probe[-1])[...] is given[probe] and new is not old and new.dtype == old.dtype
+
+  scored = {p.name for p in twin.ghost_info.scored if not is_set(p.path, p.part_path("probe"))}
+  return {name: jnp.zeros_like(x) if name in scored else x for name, x in values.items()}
 
 
 def _separate(args, kwargs):
   """(arrays, static leaves such as strings and flags, rebuild), with rebuild(arrays) -> (args, kwargs)."""
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
-  is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+  is_array = [isinstance(x, ARRAYS[1:]) for x in leaves]
 
   def rebuild(arrays):
     stream = iter(arrays)
