@@ -381,3 +381,49 @@ def test_layers_in_transforms_of_nnx_and_with_random_numbers_or_arrays_of_their_
   by_example = score(ghost.GhostEngine(engine="perexample"), model, train, val, loss_fn=tagging_loss)
   for found in (result, by_forward_mode):
     assert oracles.relative_error(found.dot, by_example.dot) < (1e-2 if body == "cast" else 1e-5)
+
+
+class Scaled(nnx.Module):
+  """A layer with a rule, a parameter and a layer inside."""
+
+  def __init__(self, rngs):
+    self.scale, self.inner = nnx.Param(jnp.ones(())), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+  def __call__(self, x):
+    return self.inner(x) * self.scale[...]
+
+
+@ghost.rule(Scaled)
+class ScaledRule(ghost.Rule):
+  pass
+
+
+class WithScaled(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = Scaled(rngs)
+
+  def __call__(self, x):
+    return self.layer(x)
+
+
+def test_a_layer_with_a_rule_and_layers_inside_is_refused_by_name(mlp):
+  _, train, val, _ = mlp
+  with pytest.raises(ValueError, match=r"^layer \(Scaled\) has a rule, .* not in layer/inner: move its own parameters"):
+    ghost.GhostEngine().score(WithScaled(nnx.Rngs(0)), train, val, loss_fn=squared_loss)
+
+
+def test_an_example_of_negative_weight_has_its_score(mlp):
+  """Its gradient goes into the step with the other sign, but it is an example like others."""
+  model, train, val, expected = mlp
+  turned = {**train, "w": train["w"] * np.where(np.arange(N) == 2, np.float32(-0.5), 1)}
+  result = score(ghost.GhostEngine(), model, turned, val, loss_fn=squared_loss)
+  assert oracles.relative_error(result.dot, sum(expected.values())) < 1e-5
+  assert oracles.relative_error(result.additive, result.dot * turned["w"] / turned["w"].sum()) < 1e-5
+
+
+@pytest.mark.parametrize("empty", ["train_batch", "val_batch"])
+def test_an_empty_batch_is_refused_by_name(mlp, empty):
+  model, train, val, _ = mlp
+  given = {"train_batch": train, "val_batch": val} | {empty: {name: x[:0] for name, x in train.items()}}
+  with pytest.raises(ValueError, match=f"^{empty} is empty; give at least one row"):
+    ghost.GhostEngine().score(model, *given.values(), loss_fn=squared_loss)

@@ -96,8 +96,11 @@ def attach(
       uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
     if found is None or not names:
       continue
-    stock, _ = nnx.split(found.stock(module))
+    stock, state = nnx.split(found.stock(module))
     label, paths = slash_path(path), [(*path, name) for name in names]
+    if inner := {slash_path((*path, place[0])) for place, _ in nnx.to_flat_state(state) if len(place) > 1}:
+      said = f"{label} ({type(module).__name__}) has a rule, which scores what is in the layer itself, not in"
+      raise ValueError(f"{said} {', '.join(sorted(inner))}: move its own parameters into a layer of their own")
     own = tuple(_probe(module, path, found, views[slash_path(path)], spec, num_sets, reduced) for path in paths)
     module.ghost_info = probed.TwinInfo(label, stock, own, reduced, num_val, linked.get(label))
     module.__class__ = _twin_class(type(module), found)

@@ -138,8 +138,8 @@ class GhostEngine:
     return result
 
   def _check_inputs(self, val_batches, state, delta) -> None:
-    if not val_batches or any(jax.tree.leaves(b)[0].shape[0] == 0 for b in val_batches):
-      raise ValueError("the validation batch is empty; give at least one row")
+    if not val_batches:
+      raise ValueError("val_batch is empty; give at least one row")
     direction = self.spec.rule.direction
     if state is None and self.spec.in_backward:
       raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
@@ -195,7 +195,7 @@ class GhostEngine:
       additive = additive.sum(-1)
     weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
     share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
-    per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
+    per_share = jnp.where(share != 0, 1 / jnp.where(share != 0, share, 1), 0)
 
     def by_set(x, axis: int = 0):
       return x if many else x.squeeze(axis)
@@ -231,6 +231,8 @@ def _check_batches(train_batch, val_batches: tuple) -> None:
     if wrong or not leaves or not leaves[0].shape:
       found = wrong[0] if wrong else "a scalar" if leaves else "nothing"
       raise ValueError(f"{name} must hold arrays with the examples along the first axis; it holds {found}")
+    if not leaves[0].shape[0]:
+      raise ValueError(f"{name} is empty; give at least one row")
 
 
 def _identity(function: Callable):
