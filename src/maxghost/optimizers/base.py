@@ -248,20 +248,17 @@ class UpdateRule(abc.ABC):
 
   def read(self, optimizer, *, count=None, clip_factor: Any = 1.0) -> RuleState:
     """Reads an `nnx.Optimizer`, or an optax state. Raises ValueError for one without the rule's arrays or a count."""
-    found = optax.tree_utils.tree_get_all_with_path
     if isinstance(optimizer, nnx.Optimizer):
-      optimizer, step = optimizer.opt_state, optimizer.step[...]
-    else:
-      step = next((x for _, x in found(optimizer, "count")), None)
+      optimizer, count = optimizer.opt_state, optimizer.step[...] if count is None else count
     arrays = {}
     for name, key in self.state_keys.items():
-      if not (trees := found(optimizer, key)):
+      if not (trees := optax.tree_utils.tree_get_all_with_path(optimizer, key)):
         raise ValueError(f"the optimizer's state has no '{key}', which opt_type={self.name} keeps: give its own state")
       arrays[name] = {label: x for _, tree in trees for label, x in by_label(tree).items()}
-      beside = trees[0][0][:-1]  # its own count also knows of steps that were skipped, such as by apply_if_finite
-      step = next((x[...] for path, x in found(optimizer, "count") if path[:-1] == beside), step)
-    if (count := step if count is None else count) is None:
-      raise ValueError("the optimizer's state has no step count: give count=")
+    if count is None:
+      if not (counts := optax.tree_utils.tree_get_all_with_path(optimizer, "count")):
+        raise ValueError("the optimizer's state has no step count: give count=")
+      count = counts[0][1]
     return RuleState(arrays, count, clip_factor)
 
   def state_shapes(self, parameter: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
