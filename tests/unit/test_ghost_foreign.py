@@ -236,3 +236,194 @@ def test_a_layer_called_twice_is_refused_where_its_direction_needs_both_uses(mlp
   zeros = {label: np.zeros_like(v) for label, v in tiny.by_label(model).items()}
   with pytest.raises(ValueError, match=r"inner \(2 calls\).*whole gradient.*[^_]exclude"):
     ghost.GhostEngine(direction="adam").score(model, train, val, loss_fn=squared_loss, state=ghost.AdamState(zeros, 0))
+
+
+class TiedByHand(nnx.Module):
+  """A table that is also the output, here `how`: by its method, by its array, as another layer's weight."""
+
+  def __init__(self, rngs, how: str):
+    self.how, self.table = how, nnx.Embed(CLASSES, WIDTH, rngs=rngs)
+    self.out = nnx.Linear(WIDTH, CLASSES, use_bias=False, rngs=rngs)
+    self.apart = nnx.data((nnx.Param(jnp.ones((1, 1, WIDTH))),)) if how == "apart" else None
+
+  def __call__(self, ids):
+    x = jnp.tanh(self.table(ids)) * (1 if self.apart is None else self.apart[0][...])
+    if self.how == "array":
+      return self.out(x) + x @ self.table.embedding[...].T
+    if self.how == "assigned":
+      self.out.kernel[...] = self.table.embedding[...].T
+    return self.out(x) + (self.table.attend(x) if self.how == "method" else 0)
+
+
+def penalized_loss(model, batch):
+  losses, weights = tagging_loss(model, batch)
+  return losses + 0.01 * jnp.square(model.out.kernel[...]).sum(), weights
+
+
+@pytest.mark.parametrize(
+  ("how", "loss_fn", "named"),
+  [
+    ("array", tagging_loss, "table/embedding"),
+    ("assigned", tagging_loss, "table/embedding"),
+    ("apart", tagging_loss, "apart/0"),
+    ("method", penalized_loss, "out/kernel"),
+    ("method", tagging_loss, None),
+  ],
+)
+def test_a_param_that_is_used_outside_its_layer_is_refused(how, loss_fn, named):
+  """No rule sees that use: the score would lack a part of the gradient, and nothing would tell."""
+  model = randomized(lambda rngs: TiedByHand(rngs, how))
+  train, val = ({**b, "x": b["x"] % CLASSES} for b in (tagging_batch(N, 1), tagging_batch(N_VAL, 2)))
+  expected = sum(expected_dots(model, loss_fn, train, val).values())
+  result = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=loss_fn)
+  assert oracles.relative_error(result.dot, expected) < 1e-5
+  if named is None:
+    return
+  with pytest.raises(ValueError, match=rf"^{named}: used outside its layer's methods.*engine='jvp'"):
+    ghost.GhostEngine().score(model, train, val, loss_fn=loss_fn)
+  if how != "apart":
+    exclude = (named,)
+    assert score(ghost.GhostEngine(exclude=exclude), model, train, val, loss_fn=loss_fn).dot.shape == (N,)
+
+
+class OwnProduct(Mlp):
+  """Dense layers whose product or promotion is the user's own."""
+
+  def __init__(self, rngs):
+    super().__init__(rngs)
+
+    def product(x, w, dims, precision=None, preferred_element_type=None, out_sharding=None):
+      return jax.lax.dot_general(x, jnp.tanh(w), dims, precision)
+
+    promote = lambda arrays, dtype=None, inexact=True: [x if x is None else x * x for x in arrays]  # noqa: E731
+    self.first = nnx.Linear(WIDTH, HIDDEN, dot_general=product, rngs=rngs)
+    self.middle = nnx.LinearGeneral(HIDDEN, HIDDEN, dot_general_cls=lambda: product, rngs=rngs)
+    self.second = nnx.Linear(HIDDEN, CLASSES, promote_dtype=promote, rngs=rngs)
+
+  def __call__(self, x):
+    return self.second(jnp.tanh(self.middle(jax.nn.relu(self.norm(self.first(x))))))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_dense_layers_with_a_product_of_the_users(mlp, rank):
+  model, (_, train, val, _) = randomized(OwnProduct), mlp
+  if rank:
+    with pytest.raises(ValueError, match="rank=1 saves nothing on any parameter"):
+      ghost.GhostEngine(rank=rank).score(model, train, val, loss_fn=squared_loss)
+    return
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  for label, value in expected_dots(model, squared_loss, train, val).items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+
+
+class WithArrays(Mlp):
+  """Arrays that are not Params, in the places where nnx finds them."""
+
+  def __init__(self, rngs):
+    super().__init__(rngs)
+    shifts = [jnp.linspace(0.0, 1.0 + i, WIDTH)[None] for i in range(3)]
+    self.own, self.several, self.named = shifts[0], nnx.data([shifts[1]]), nnx.data({"shift": shifts[2]})
+
+  def __call__(self, x):
+    return super().__call__(x + self.own * self.several[0] - self.named["shift"])
+
+
+def test_a_model_may_hold_arrays_in_lists_and_dicts(mlp):
+  model, (_, train, val, _) = WithArrays(nnx.Rngs(0)), mlp
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  expected = sum(expected_dots(model, squared_loss, train, val).values())
+  assert oracles.relative_error(result.dot, expected) < 1e-5
+
+
+def stacked(rngs):
+  make = nnx.vmap(lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
+  return make(jax.random.split(rngs.params(), 3))
+
+
+def through_a_cast(layer, x):
+  nnx.update(layer, jax.tree.map(lambda w: w.astype(jnp.bfloat16), nnx.state(layer, nnx.Param)))
+  return layer(x)
+
+
+def through_scan(layers, x):
+  return nnx.scan(lambda x, one: jnp.tanh(one(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+
+
+BODIES = {
+  "remat": (None, lambda layer, x: nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)),
+  "jit": (None, lambda layer, x: nnx.jit(lambda layer, x: jnp.tanh(layer(x)))(layer, x)),
+  "scan": (stacked, through_scan),
+  "vmap": (stacked, lambda layers, x: nnx.vmap(lambda one, x: one(x), in_axes=(0, None))(layers, x).mean(0)),
+  "cast": (None, through_a_cast),
+  "rnn": (lambda rngs: nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)), lambda layer, x: layer(x)),
+  "mask": (lambda rngs: nnx.Conv(WIDTH, WIDTH, (2,), mask=jnp.ones((2, WIDTH, WIDTH)).at[0].set(0), rngs=rngs), None),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_layers_in_transforms_of_nnx_and_with_random_numbers_or_arrays_of_their_own(body):
+  """Variables of the twin belong to the trace that uses them; a cell's unused random numbers are no dropout."""
+  make, call = BODIES[body]
+  make = make or (lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.table, self.out = nnx.Embed(TOKENS, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+      self.layer = make(rngs)
+
+    def __call__(self, ids):
+      x = self.table(ids)
+      return self.out(self.layer(x) if call is None else call(self.layer, x))
+
+  model, train, val = Model(nnx.Rngs(0)), tagging_batch(N, 1), tagging_batch(N_VAL, 2)
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=tagging_loss)
+  by_forward_mode = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=tagging_loss)
+  by_example = score(ghost.GhostEngine(engine="perexample"), model, train, val, loss_fn=tagging_loss)
+  for found in (result, by_forward_mode):
+    assert oracles.relative_error(found.dot, by_example.dot) < (1e-2 if body == "cast" else 1e-5)
+
+
+class Scaled(nnx.Module):
+  """A layer with a rule, a parameter and a layer inside."""
+
+  def __init__(self, rngs):
+    self.scale, self.inner = nnx.Param(jnp.ones(())), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+  def __call__(self, x):
+    return self.inner(x) * self.scale[...]
+
+
+@ghost.rule(Scaled)
+class ScaledRule(ghost.Rule):
+  pass
+
+
+class WithScaled(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = Scaled(rngs)
+
+  def __call__(self, x):
+    return self.layer(x)
+
+
+def test_a_layer_with_a_rule_and_layers_inside_is_refused_by_name(mlp):
+  _, train, val, _ = mlp
+  with pytest.raises(ValueError, match=r"^layer \(Scaled\) has a rule, .* not in layer/inner: move its own parameters"):
+    ghost.GhostEngine().score(WithScaled(nnx.Rngs(0)), train, val, loss_fn=squared_loss)
+
+
+def test_an_example_of_negative_weight_has_its_score(mlp):
+  """Its gradient goes into the step with the other sign, but it is an example like others."""
+  model, train, val, expected = mlp
+  turned = {**train, "w": train["w"] * np.where(np.arange(N) == 2, np.float32(-0.5), 1)}
+  result = score(ghost.GhostEngine(), model, turned, val, loss_fn=squared_loss)
+  assert oracles.relative_error(result.dot, sum(expected.values())) < 1e-5
+  assert oracles.relative_error(result.additive, result.dot * turned["w"] / turned["w"].sum()) < 1e-5
+
+
+@pytest.mark.parametrize("empty", ["train_batch", "val_batch"])
+def test_an_empty_batch_is_refused_by_name(mlp, empty):
+  model, train, val, _ = mlp
+  given = {"train_batch": train, "val_batch": val} | {empty: {name: x[:0] for name, x in train.items()}}
+  with pytest.raises(ValueError, match=f"^{empty} is empty; give at least one row"):
+    ghost.GhostEngine().score(model, *given.values(), loss_fn=squared_loss)

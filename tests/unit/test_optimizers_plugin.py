@@ -355,3 +355,13 @@ def test_state_is_found_and_measured():
   assert list(adam.second_moments) == ["a/b"] and int(adam.count) == 0 and adam.clip_factor == 0.5
   with pytest.raises(ValueError, match=r"no .mu., which opt_type=adamw keeps"):
     ghost.AdamState.from_optax(optax.sgd(1e-3).init(params))
+
+
+def test_the_count_is_that_of_the_state_and_not_of_skipped_steps():
+  """optax.apply_if_finite skips a step whose gradient is not finite; nnx.Optimizer counts it, Adam does not."""
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.apply_if_finite(optax.adamw(1e-3), 5), wrt=nnx.Param)
+  for value in (0.1, jnp.nan, 0.1):
+    optimizer.update(model, jax.tree.map(lambda x, v=value: jnp.full_like(x, v), nnx.state(model, nnx.Param)))
+  assert int(optimizer.step[...]) == 3 and int(ghost.AdamState.from_optax(optimizer).count) == 2
+  assert int(ghost.AdamState.from_optax(optimizer.opt_state).count) == 2

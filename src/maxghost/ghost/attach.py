@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxghost.config import ConfigError
 from maxghost.ghost import probed, rules, rules_flax, rules_models  # noqa: F401  the last two register their rules
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
-from maxghost.optimizers import Matrix, Parameter
+from maxghost.optimizers import Matrix, Parameter, by_label
 from maxghost.parallel.shardings import setting, slash_path
 
 
@@ -45,7 +46,7 @@ class Twin:
     return self.merge(params, self.zero_probes(), self.direction_state(parts), rest)
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
-    return nnx.merge(self.graphdef, params, probes, directions, rest)
+    return nnx.merge(self.graphdef, params, probes, directions, rest, copy=True)  # at this level of a trace
 
   def scores(self, probe_gradients: nnx.State) -> tuple[dict, dict]:
     """({label: [*stack, K, n(, T)]}, {label: facts [*stack, K, 2]}); facts, and K + 1 sets: see `directions.form`."""
@@ -77,8 +78,7 @@ def attach(
   exclude pattern without a match, or a rank that saves nothing on any parameter.
   """
   spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
-  graphdef, state = nnx.split(model)
-  twin = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+  twin = nnx.clone(model)
   modules: dict[tuple, Any] = {path: node for path, node in nnx.iter_graph(twin) if isinstance(node, nnx.Module)}
   excluded = matching(views, exclude)
   reduced = (num_examples,) if num_positions is None else (num_examples, num_positions)
@@ -96,8 +96,11 @@ def attach(
       uncovered += [f"{slash_path((*path, n))} ({type(module).__name__})" for n in names]
     if found is None or not names:
       continue
-    stock, _ = nnx.split(found.stock(module))
+    stock, state = nnx.split(found.stock(module))
     label, paths = slash_path(path), [(*path, name) for name in names]
+    if inner := {slash_path((*path, place[0])) for place, _ in nnx.to_flat_state(state) if len(place) > 1}:
+      said = f"{label} ({type(module).__name__}) has a rule, which scores what is in the layer itself, not in"
+      raise ValueError(f"{said} {', '.join(sorted(inner))}: move its own parameters into a layer of their own")
     own = tuple(_probe(module, path, found, views[slash_path(path)], spec, num_sets, reduced) for path in paths)
     module.ghost_info = probed.TwinInfo(label, stock, own, reduced, num_val, linked.get(label))
     module.__class__ = _twin_class(type(module), found)
@@ -186,17 +189,19 @@ def prepare_twin(
     said += "validation rows out of its training gradient"
     raise ValueError(f"{said}. Use two_pass or reverse_scan, or an empty ghost_exclude")
   rows = num_examples + num_val
-  used = _calls(twin, model, loss_fn, batch, rows)
+  used, apart = _calls(twin, model, loss_fn, batch, rows)
   try:  # twice the rows, which a mesh divides if it divides the rows
-    used_doubled = _calls(twin, model, loss_fn, batch, 2 * rows)
+    used_doubled, _ = _calls(twin, model, loss_fn, batch, 2 * rows)
   except Exception as error:
     said = f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading"
     raise ValueError(f"{said} batch axis: let model and loss take any number of rows ({error})") from error
-  shapes, doubled = ({(use.path, use.method): use.shape for use in uses} for uses in (used, used_doubled))
-  for (path, method), shape in shapes.items():
-    if not shape or doubled[path, method][:1] != (2 * shape[0],):
-      what = f"{path}.{method} returns {shape} for a batch of {rows}: its leading axis is not the batch. Broadcast its"
-      raise ValueError(f"{what} input to the batch, or name its parameters in ghost_exclude")
+  for use, twice in zip(used, used_doubled, strict=False):
+    if not use.shape or twice.shape[:1] != (2 * use.shape[0],):
+      what = f"{use.path}.{use.method} returns {use.shape} for a batch of {rows}: its leading axis is not the batch."
+      raise ValueError(f"{what} Broadcast its input to the batch, or name its parameters in ghost_exclude")
+  if apart:
+    said = f"{', '.join(apart)}: used outside its layer's methods, or set by the model, where no rule scores it. Call"
+    raise ValueError(f"{said} the layer (a tied output: nnx.Embed.attend), or use ghost_schedule=forward_mode")
   if not spec.in_backward and schedule == "two_pass":
     return twin
   by_layer: dict[int, list[probed.Use]] = {}
@@ -215,11 +220,22 @@ def prepare_twin(
   return attached(linked=linked) if linked else twin
 
 
-def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> list[probed.Use]:
-  """The probed calls in one abstract evaluation of the loss, for a batch of so many rows."""
+def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> tuple[list[probed.Use], list[str]]:
+  """(probed calls, labels of Params used besides) in an abstract gradient of the loss for a batch of so many rows."""
   given = jax.eval_shape(lambda batch: batch, batch)  # in dtypes that JAX has
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), given)
   used: list[probed.Use] = []
-  with setting(probed.recorder, used):
-    jax.eval_shape(lambda params, rest, batch: loss_fn(twin.blank(params, rest), batch), *split(model), shapes)
-  return used
+
+  def gradients(scale, params, rest, batch):
+    def loss(params):
+      built = twin.blank(params, rest)
+      state = nnx.to_flat_state(nnx.state(built, (nnx.Param, GhostProbe)))
+      with setting(probed.recorder, (used, {path: variable[...] for path, variable in state})):
+        return jnp.sum(scale * loss_fn(built, batch)[0])
+
+    return by_label(jax.grad(loss)(params))
+
+  jaxpr, labels = jax.make_jaxpr(gradients)(1.0, *split(model), shapes).jaxpr, sorted(twin.parameters)
+  has_gradient = lambda kept: dce_jaxpr(jaxpr, [label in kept for label in labels])[1][0]  # noqa: E731  reads `scale`
+  wanted = set(labels).difference(twin.excluded)
+  return used, [label for label in labels if has_gradient(wanted & {label})] if has_gradient(wanted) else []

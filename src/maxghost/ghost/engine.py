@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
@@ -137,8 +138,8 @@ class GhostEngine:
     return result
 
   def _check_inputs(self, val_batches, state, delta) -> None:
-    if not val_batches or any(jax.tree.leaves(b)[0].shape[0] == 0 for b in val_batches):
-      raise ValueError("the validation batch is empty; give at least one row")
+    if not val_batches:
+      raise ValueError("val_batch is empty; give at least one row")
     direction = self.spec.rule.direction
     if state is None and self.spec.in_backward:
       raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
@@ -194,7 +195,7 @@ class GhostEngine:
       additive = additive.sum(-1)
     weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
     share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
-    per_share = jnp.where(share > 0, 1 / jnp.where(share > 0, share, 1), 0)
+    per_share = jnp.where(share != 0, 1 / jnp.where(share != 0, share, 1), 0)
 
     def by_set(x, axis: int = 0):
       return x if many else x.squeeze(axis)
@@ -230,6 +231,8 @@ def _check_batches(train_batch, val_batches: tuple) -> None:
     if wrong or not leaves or not leaves[0].shape:
       found = wrong[0] if wrong else "a scalar" if leaves else "nothing"
       raise ValueError(f"{name} must hold arrays with the examples along the first axis; it holds {found}")
+    if not leaves[0].shape[0]:
+      raise ValueError(f"{name} is empty; give at least one row")
 
 
 def _identity(function: Callable):
@@ -243,17 +246,16 @@ def _identity(function: Callable):
 
 
 def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
-  """Raises ValueError where the loss advances the model's random numbers, since `score` does not change the model."""
+  """Raises ValueError where the loss depends on random numbers that the model draws; `score` does not change it."""
+  graphdef, counts, rest = nnx.split(model, nnx.RngCount, ...)
 
-  def draw(batch) -> None:
-    own = nnx.clone(model)
-    before, _, after = drawn(own), loss_fn(own, batch), drawn(own)
-    if any(new is not old for new, old in zip(after, before, strict=True)):
+  def draw(counts, rest, batch):
+    return loss_fn(nnx.merge(graphdef, counts, rest), batch)
+
+  if num := len(jax.tree.leaves(counts)):
+    jaxpr = jax.make_jaxpr(draw)(counts, rest, batch).jaxpr
+    if any(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][:num]):
       raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
-
-  drawn = lambda model: jax.tree.leaves(nnx.state(model, nnx.RngCount))  # noqa: E731
-  if drawn(model):
-    jax.eval_shape(draw, batch)
 
 
 def _shapes(batch):

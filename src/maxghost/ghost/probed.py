@@ -22,10 +22,11 @@ from maxghost.models import autodiff
 from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain
 
+ARRAYS = (nnx.Variable, jax.Array, np.ndarray)  # the data of a layer
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
 
-# Collects a `Use` for every probed call of a trace, in their order.
-recorder: contextvars.ContextVar[list | None] = contextvars.ContextVar("maxghost_used", default=None)
+# In a trace that looks for other uses of Params: a list for the `Use` of each probed call, and the twin's arrays.
+recorder: contextvars.ContextVar[tuple[list, dict] | None] = contextvars.ContextVar("maxghost_used", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class TwinInfo:
 def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
   info: TwinInfo = twin.ghost_info
-  own = {name: v for name, v in vars(twin).items() if isinstance(v, nnx.Variable) and not name.startswith("ghost_")}
+  own = {name: v for name, v in vars(twin).items() if isinstance(v, ARRAYS) and not name.startswith("ghost_")}
   values = {name: v[...] for name, v in own.items()}
   parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
   kinds = ("probe", "facts") if info.scored[0].spec.in_backward else ("probe",)
@@ -70,6 +71,11 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   passes = _passes(twin, rule, method, static, rebuild)
   if autodiff.for_inputs_only():
     return rule.combine(twin, passes.apply(values, arrays), *args)
+  if (recording := recorder.get()) is not None:
+    used, given = recording
+    out, shapes = passes.apply(_cut_off(twin, values, given), arrays), tuple(x.shape for x in arrays)
+    used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
+    return rule.combine(twin, out, *args)
   if info.linked is None:
     out = _scored_call(passes, values, arrays, parts, probes)
   elif method == info.linked.method:
@@ -79,10 +85,7 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
     out = _linked_lookup(passes, output, values, arrays, parts, probes)
   rows = probes[info.scored[0].name]["probe"].shape[1:]  # those of a micro-batch on the stages of a pipeline
   expected = (rows[0] + info.num_val, *rows[1:])
-  if (used := recorder.get()) is not None:
-    shapes = tuple(x.shape for x in arrays)
-    used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
-  elif out.shape[: len(expected)] != expected:
+  if out.shape[: len(expected)] != expected:
     axes = " and ".join(("examples", "positions")[: len(expected)])
     raise ValueError(
       f"{info.path}.{method} returns shape {out.shape}, but its leading axes must be the {axes} {expected}: give the "
@@ -91,10 +94,24 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   return rule.combine(twin, out, *args)
 
 
+def _cut_off(twin, values: dict, given: dict) -> dict:
+  """`values` with zeros for scored Params, but for those that the model has set since, other than by a cast.
+
+  Unknown, and so zero, where a transform such as nnx.jit copied the probe too.
+  """
+
+  def is_set(path, probe) -> bool:
+    old, new = given[path], values[path[-1]]
+    return getattr(twin, probe[-1])[...] is given[probe] and new is not old and new.dtype == old.dtype
+
+  scored = {p.name for p in twin.ghost_info.scored if not is_set(p.path, p.part_path("probe"))}
+  return {name: jnp.zeros_like(x) if name in scored else x for name, x in values.items()}
+
+
 def _separate(args, kwargs):
   """(arrays, static leaves such as strings and flags, rebuild), with rebuild(arrays) -> (args, kwargs)."""
   leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
-  is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+  is_array = [isinstance(x, ARRAYS[1:]) for x in leaves]
 
   def rebuild(arrays):
     stream = iter(arrays)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
 
 from maxghost.ghost.rules import Rule, rule
 from maxghost.models import dense, rounding
@@ -38,6 +40,13 @@ def _reduce_sets(call, x_Kr, b_Kr):
   return jnp.moveaxis(product.sum(axis=axes), -1, 0)
 
 
+def is_plain(module) -> bool:
+  """Whether a dense layer or table multiplies by its weights as JAX does, without a function of the user's."""
+  dots = (None, lax.dot_general, dense.dot_general, dense.frozen_dot_general)
+  plain = getattr(module, "dot_general", None) in dots and not getattr(module, "dot_general_cls", None)
+  return plain and module.promote_dtype is promote_dtype
+
+
 @rule(nnx.Linear)
 class LinearRule(Rule):
   """`nnx.Linear`, y = x W + b: uses x u or b uᵀ, whichever is smaller, or x Q and b Rᵀ for factors u = Q R."""
@@ -45,10 +54,10 @@ class LinearRule(Rule):
   ranks: ClassVar = {"kernel": 2, "bias": 1}
 
   def rows(self, module, name):
-    return self.num_inputs(module) if name == "kernel" else 0
+    return self.num_inputs(module) if name == "kernel" and is_plain(module) else 0
 
   def score(self, call, name, direction):
-    if name != "kernel":
+    if not self.rows(call.module, name):
       return super().score(call, name, direction)
     x, b = call.args[0], call.cotangent
     x = x.astype(call.module.dtype or jnp.result_type(x, b))
@@ -83,9 +92,11 @@ class EmbedRule(Rule):
   ranks: ClassVar = {"embedding": 2}
 
   def rows(self, module, name):
-    return 1
+    return int(is_plain(module))
 
   def score(self, call, name, direction):
+    if not self.rows(call.module, name):
+      return super().score(call, name, direction)
     (x,), b = call.args, call.cotangent
     if call.method == "attend":  # x = h [..., D], cotangent delta [..., V]: the table is the weight of h Eᵀ
       b = b.astype(call.module.dtype)

@@ -169,8 +169,8 @@ class AdamState:
 
   @classmethod
   def from_optax(cls, optimizer, *, count=None, clip_factor=1.0) -> "AdamState":
-    """Reads an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or their optax state."""
-    state = AdamW().read(optimizer, count=count, clip_factor=clip_factor)
+    """Reads an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or their optax state, with Adam's own count."""
+    state = AdamW().read(getattr(optimizer, "opt_state", optimizer), count=count, clip_factor=clip_factor)
     return cls(state.arrays["second_moment"], state.count, state.clip_factor, state.arrays["first_moment"])
 
   def rule_state(self) -> RuleState:

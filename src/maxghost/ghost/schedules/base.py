@@ -25,7 +25,7 @@ class Model(NamedTuple):
 
   def merge(self, params: nnx.State) -> nnx.Module:
     """The model with other parameters."""
-    return nnx.merge(self.graphdef, params, self.rest)
+    return nnx.merge(self.graphdef, params, self.rest, copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
