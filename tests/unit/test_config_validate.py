@@ -24,7 +24,7 @@ from maxghost.config import validate
       "together exceed 1; use wsd_decay_steps_fraction=0.7 or less",
     ),
     ("eval_interval=0", "eval_interval=0 is no interval; use -1"),
-    ("profiler=xplane steps=3", "after skip_first_n_steps_for_profiler=1 traces no step of steps=3; use steps=4"),
+    ("profiler=xplane steps=3", "after skip_first_n_steps_for_profiler=1 traces none of steps=3; use steps=4"),
     ("ghost_direction=adam opt_type=sgd", "ghost_direction=adam contradicts opt_type=sgd"),
     ("ghost_val_fraction=0", "ghost_val_fraction=0.0 leaves no validation documents"),
     ("ghost_val_fraction=1", "ghost_val_fraction=1.0 leaves no documents of it to train on"),

@@ -227,7 +227,7 @@ KEYS = (*command.KEYS[1:], "ghost_curvature=secant", "ghost_direction=path", "gh
   ("ghost_val_every=3 ghost_val_refresh_steps=6", [0, 1, 2, 6, 7, 8],
    "steps 0 to 2 are scored to first order, and so are the first 3 steps with new .* rows .ghost_val_refresh_steps=6."),
   ("ghost_every=2 ghost_val_refresh_steps=5", [0, 6, 10], "step 0 is .* and so is the first step with new .*=5."),
-  ("ghost_val_every=3 ghost_val_refresh_steps=2", range(12), "all steps are scored to first order: .*=2 draws new rows"),
+  ("ghost_val_every=3 ghost_val_refresh_steps=2", range(12), "all steps are .* first order: .*=2 draws new rows"),
 ])  # fmt: skip
 def test_a_run_says_which_steps_are_of_first_order(keys, first_order, said):
   cfg = config.load(None, "ghost_curvature=secant", "warmup_steps_fraction=0", *keys.split())

@@ -257,7 +257,7 @@ def periods(v: Values) -> Iterator[str]:
   if v.eval_interval == 0:
     yield "eval_interval=0 is no interval; use -1 for never, or the number of steps between evaluations"
   if v.profiler and v.steps < (least := v.skip_first_n_steps_for_profiler + 3):  # one runs when the trace begins
-    yield f"{v['profiler']} after {v['skip_first_n_steps_for_profiler']} traces no step of {v['steps']}; use steps={least}"
+    yield f"{v['profiler']} after {v['skip_first_n_steps_for_profiler']} traces none of {v['steps']}; use steps={least}"
   if v.lr_schedule_type == "wsd" and v.warmup_steps_fraction + v.wsd_decay_steps_fraction > 1:
     use = f"use wsd_decay_steps_fraction={shown(round(1 - v.warmup_steps_fraction, 6))} or less"
     yield f"{v['warmup_steps_fraction']} and {v['wsd_decay_steps_fraction']} together exceed 1; {use}"

@@ -124,7 +124,7 @@ def _attention_types(read: _Reader, family: Family, num_layers: int) -> dict[str
   window, types = read.get("sliding_window"), read.get("layer_types")
   if types is None:
     sliding = family.huggingface.sliding
-    if sliding == "late" and not read.get("use_sliding_window") or sliding != "alternate" and not window:
+    if (sliding == "late" and not read.get("use_sliding_window")) or (sliding != "alternate" and not window):
       sliding = ""
     first = min(read.typed("max_window_layers", read.get("max_window_layers", default=0), int) or 0, num_layers)
     slides = {"all": [True], "late": [False] * first + [True] * num_layers, "alternate": [True, False]}

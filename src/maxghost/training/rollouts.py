@@ -143,7 +143,7 @@ class Rollouts:
       if kept_B[i]:
         weights_BT[i, len(prompt) : stop] = 1 / len(answer) if keys.grpo_loss_type == "grpo" else 1
     fills_BT = filled_BT[:, 1:]
-    # Divisors other than the sum of the weights, which the loss is divided by: they count answers that are left out too.
+    # Divisors beside the sum of the weights, which the loss is divided by: they count answers that are left out too.
     scales = {"grpo": kept_B.mean(), "dr_grpo": weights_BT.sum() / (rows * keys.max_completion_length)}
     place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
     arrays = {"inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
