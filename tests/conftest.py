@@ -73,11 +73,17 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-  in_matrix = re.compile("|".join(re.escape(line).replace(r"\*", ".*") for line in matrix()))
+  pattern = lambda line: re.escape(line).replace(r"\*", ".*")  # noqa: E731
+  in_matrix, names = re.compile("|".join(map(pattern, matrix()))), []
   for item in items:
     others = any(item.get_closest_marker(mark) for mark in OPTIONS)
-    if not others and in_matrix.fullmatch(item.nodeid.rpartition("/")[2]):
+    path, _, name = item.nodeid.partition("::")  # a case may have a slash in its name
+    names.append(f"{path.rpartition('/')[2]}::{name}")
+    if not others and in_matrix.fullmatch(names[-1]):
       item.add_marker(pytest.mark.matrix)
     for mark, (option, reason) in OPTIONS.items():
       if item.get_closest_marker(mark) and not config.getoption(option):
         item.add_marker(pytest.mark.skip(reason=f"{reason}; run with {option}"))
+  if config.getoption("--run-matrix") and config.args == config.getini("testpaths"):
+    unused = [line for line in matrix() if not any(map(re.compile(pattern(line)).fullmatch, names))]
+    assert not unused, f"lines of matrix.txt that name no test: {unused}"
