@@ -69,11 +69,10 @@ def check_config(cfg: Config) -> ModelPlace:
   with naming(key, path):
     model_path.check_whole(place, "training")
   if place.config.adapter.lora_rank:
-    way = f"load_parameters_path={place.config.checkpoint.given or 'BASE'} lora_restore_path={path}"
-    merge_first = f"merge them first: maxghost checkpoint hf export {path} FOLDER"
-    raise ConfigError(
-      f"{key}={path} holds adapters alone; use {way} with its lora_rank and lora_alpha, or {merge_first}"
-    )
+    base = place.config.checkpoint.given or "BASE"
+    own = f"load_parameters_path={base} lora_restore_path={path} with its lora_rank and lora_alpha"
+    merged = f"merge them first: maxghost checkpoint hf export {path} FOLDER"
+    raise ConfigError(f"{key}={path} holds adapters alone; use {own}, or {merged}")
   if unlike := differing(place.config.model, cfg.model):
     listed = "; ".join(f"{key}={shown(found)} there, {shown(here)} here" for key, (found, here) in unlike.items())
     way = f"let maxghost checkpoint hf import {path} FOLDER write a config with them"

@@ -95,10 +95,8 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
 
 
 def _cut_off(twin, values: dict, given: dict) -> dict:
-  """`values` with zeros for scored Params, but for those that the model has set since, other than by a cast.
-
-  Unknown, and so zero, where a transform such as nnx.jit copied the probe too.
-  """
+  """`values` with zeros for scored Params, but for those that the model has set since, other than by a cast. Where a
+  transform such as nnx.jit copied the probe too, that is unknown, and they are zero."""
 
   def is_set(path, probe) -> bool:
     old, new = given[path], values[path[-1]]

@@ -264,8 +264,11 @@ class Batcher:
         except Exception as error:  # of this request alone
           pieces[slot] = _failed(error)
     for slot, piece in pieces.items():
-      state = self._engine.free(state, slot) if piece.finish else state
-      self._give(self._running.pop(slot) if piece.finish else self._running[slot], piece)
+      job = self._running[slot]
+      if piece.finish:
+        del self._running[slot]
+        state = self._engine.free(state, slot)
+      self._give(job, piece)
     return state
 
   def _give(self, job: Job, piece: Piece) -> None:

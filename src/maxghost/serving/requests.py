@@ -118,10 +118,10 @@ def _short(value: Any) -> str:
 def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
   """The ids of each prompt of a body. Raises Refused, also for more texts than can ever wait at once."""
   given, n, most = values.get("prompt"), values.get("n", 1), served.batcher.queue_limit
-  several = isinstance(given, list) and bool(given) and type(given[0]) is not int
-  if (count := len(given) if isinstance(given, list) and several else 1) * n > most:
+  texts = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
+  if (count := len(texts)) * n > most:
     said = f"{count} prompt{'s' * (count > 1)}, n={n}: at most {most} texts in all; send them in several requests"
-    raise Refused(f"{said}, or start the server with a larger --queue", "prompt" if several else "n")
+    raise Refused(f"{said}, or start the server with a larger --queue", "prompt" if count > 1 else "n")
   if values.get("messages") is not None:
     if served.rendering is None:
       raise Refused(f"{served.no_chat}; /v1/completions continues texts", "messages", "no_chat_template")
@@ -132,7 +132,7 @@ def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
   if given is None:
     name = "prompt" if "prompt" in values else "messages"
     raise Refused(f"{name} is missing", name, "missing_required_parameter")
-  return [ids_of(one, "prompt", served) for one in (given if several else [given])]
+  return [ids_of(one, "prompt", served) for one in texts]
 
 
 def ids_of(given: Any, name: str, served: Served) -> list[int]:
