@@ -556,3 +556,34 @@ def test_a_layer_with_a_rule_that_changes_itself_or_returns_no_array_is_refused(
   expected = score(ghost.GhostEngine(engine="jvp", exclude=("layer/*",)), model, train, val, loss_fn=squared_loss)
   found = score(ghost.GhostEngine(exclude=("layer/*",)), model, train, val, loss_fn=squared_loss)
   assert oracles.relative_error(found.dot, expected.dot) < 1e-5
+
+
+class Distances:
+  """A loss as a method."""
+
+  def __init__(self, teacher, scale):
+    self.teacher, self.scale = teacher, scale
+
+  def loss(self, model, batch):
+    return self.scale[0] * jnp.square(model(batch["x"]) - self.teacher(batch["x"])).sum(-1)
+
+
+@pytest.mark.parametrize("how", ["closure", "method"])
+def test_what_a_loss_function_holds_may_change_in_place(mlp, how):
+  """Such as a teacher that follows the model: a program holds the arrays that it was compiled with."""
+  (model, train, val, _), teacher, scale = mlp, randomized(Mlp, 3), [1.0]
+  made = Distances(teacher, scale)
+
+  def closed(model, batch):
+    return scale[0] * jnp.square(model(batch["x"]) - teacher(batch["x"])).sum(-1)
+
+  engine, found = ghost.GhostEngine(), []
+  for change in (None, lambda: nnx.update(teacher, nnx.state(randomized(Mlp, 4))), lambda: scale.__setitem__(0, 3.0)):
+    if change:
+      change()
+    for _ in range(2):
+      found.append(score(engine, model, train, val, loss_fn=closed if how == "closure" else made.loss).dot)
+  assert len(engine._compiled) == 3
+  fresh = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=closed).dot
+  assert oracles.relative_error(found[-1], fresh) < 1e-5
+  assert oracles.relative_error(found[3], fresh / 9) < 1e-5 < oracles.relative_error(found[1], fresh / 9)

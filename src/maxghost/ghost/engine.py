@@ -71,7 +71,8 @@ class GhostEngine:
   whatever `attach` raises for the model.
 
   Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions are
-  the same if their code is, and their closures and defaults hold the same objects; globals are read at compilation.
+  the same if their code is, and their closures, defaults and objects hold the same arrays and other values; globals are
+  read at compilation.
   """
 
   @_own_names()
@@ -252,11 +253,13 @@ def _check_batches(train_batch, val_batches: tuple) -> None:
 
 def _identity(function: Callable):
   """(key that identifies a loss function, objects to keep alive while the key is used)."""
-  if not isinstance(function, types.FunctionType):
+  if not isinstance(function, (types.FunctionType, types.MethodType)):
     return function, ()
   closure = (cell.cell_contents for cell in function.__closure__ or ())
   defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-  held = (function.__globals__, *closure, *defaults)
+  own = getattr(getattr(function, "__self__", None), "__dict__", {}).values()
+  held = (function.__globals__, *closure, *defaults, *own)
+  held += (*jax.tree.leaves(held[1:]),)  # a model or a list may change in place
   return (function.__code__, tuple(id(x) for x in held)), held
 
 
