@@ -257,8 +257,9 @@ def _identity(function: Callable):
     return function, ()
   closure = (cell.cell_contents for cell in function.__closure__ or ())
   defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-  own = getattr(getattr(function, "__self__", None), "__dict__", {}).values()
-  held = (function.__globals__, *closure, *defaults, *own)
+  own = getattr(getattr(function, "__self__", None), "__dict__", {})
+  used = (own[name] for name in function.__code__.co_names if name in own)
+  held = (function.__globals__, *closure, *defaults, *used)
   held += (*jax.tree.leaves(held[1:]),)  # a model or a list may change in place
   return (function.__code__, tuple(id(x) for x in held)), held
 
