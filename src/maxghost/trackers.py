@@ -65,7 +65,7 @@ class Profile:
 
   def __init__(self, folder: Path, skip: int, steps: int):
     self._folder, self._first, self._last, self._seen = str(folder), skip + 1, skip + steps + 1, 0
-    self._traces, self.flush = False, lambda: None
+    self.flush = self._stop = lambda: None
 
   def append(self, record: Mapping[str, Any]) -> None:
     import jax
@@ -73,16 +73,13 @@ class Profile:
     self._seen += 1
     if self._seen == self._first:  # the step after this record runs already: the trace begins inside of it
       jax.profiler.start_trace(self._folder)
-      self._traces = True
+      self._stop = jax.profiler.stop_trace
     elif self._seen == self._last:
       self.close()
 
   def close(self) -> None:
-    import jax
-
-    if self._traces:
-      self._traces = False
-      jax.profiler.stop_trace()
+    stop, self._stop = self._stop, self.flush
+    stop()
 
 
 def check(cfg: Config) -> None:

@@ -412,6 +412,17 @@ def test_a_layer_with_a_rule_and_layers_inside_is_refused_by_name(mlp):
     ghost.GhostEngine().score(WithScaled(nnx.Rngs(0)), train, val, loss_fn=squared_loss)
 
 
+@pytest.mark.parametrize("schedule", ["two_pass", "concat"])
+def test_weights_may_be_flags(mlp, schedule):
+  model, train, val, _ = mlp
+  flags = [{**batch, "w": batch["w"] > 0.6} for batch in (train, val)]
+  floats = [{**batch, "w": batch["w"].astype(np.float32)} for batch in flags]
+  found, same = (
+    score(ghost.GhostEngine(schedule=schedule), model, *both, loss_fn=squared_loss) for both in (flags, floats)
+  )
+  np.testing.assert_array_equal(found.dot, same.dot)
+
+
 def test_an_example_of_negative_weight_has_its_score(mlp):
   """Its gradient goes into the step with the other sign, but it is an example like others."""
   model, train, val, expected = mlp
@@ -427,3 +438,152 @@ def test_an_empty_batch_is_refused_by_name(mlp, empty):
   given = {"train_batch": train, "val_batch": val} | {empty: {name: x[:0] for name, x in train.items()}}
   with pytest.raises(ValueError, match=f"^{empty} is empty; give at least one row"):
     ghost.GhostEngine().score(model, *given.values(), loss_fn=squared_loss)
+
+
+ORDER = np.array([3, 0, 2, 1, 6, 4, 5])
+
+
+class Coupled(Mlp):
+  """Rows that read each other in the way `how` between the two dense layers."""
+
+  def __init__(self, rngs, how: str):
+    super().__init__(rngs)
+    self.how = how
+    self.batch_norm = nnx.BatchNorm(HIDDEN, use_scale=False, use_bias=False, rngs=rngs) if how == "batch norm" else None
+
+  def __call__(self, x):
+    x = self.norm(self.first(x))
+    if self.how == "reordered":  # and put back: each row's loss is its own
+      order = ORDER[len(x) > ORDER]
+      return self.second(x[order])[np.argsort(order)]
+    if self.how == "statistics":
+      x = x - jax.lax.stop_gradient(x.mean(0, keepdims=True))
+    if self.how == "next row":
+      x = x + jnp.roll(x, 1, 0)
+    return self.second(self.batch_norm(x) if self.batch_norm else x)
+
+
+@pytest.mark.parametrize(
+  ("how", "schedule", "named"),
+  [
+    ("reordered", "two_pass", "second/kernel"),
+    ("batch norm", "two_pass", "first/bias, first/kernel, norm/scale"),
+    ("next row", "concat", "first/bias, first/kernel, norm/bias, norm/scale"),
+    ("statistics", "two_pass", None),
+  ],
+)
+def test_rows_that_read_each_other_are_refused(mlp, how, schedule, named):
+  """A layer's score of a row would hold parts of the losses of others. Forward mode needs no rows in the layers."""
+  _, train, val, _ = mlp
+  model = Coupled(nnx.Rngs(0), how)
+  if named:
+    with pytest.raises(ValueError, match=rf"^{named}: scores of a row depend on the losses of other.*engine='jvp'"):
+      score(
+        ghost.GhostEngine(schedule=schedule), model, train, train if schedule == "concat" else val, loss_fn=squared_loss
+      )
+    return
+  expected = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=squared_loss)
+  assert (
+    oracles.relative_error(score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss).dot, expected.dot) < 1e-5
+  )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm_is_scored_in_evaluation_mode_alone(mlp, training):
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.first, self.second = nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
+      self.norm, self.act = nnx.BatchNorm(HIDDEN, use_running_average=not training, rngs=rngs), nnx.PReLU()
+
+    def __call__(self, x):
+      return self.second(self.act(self.norm(self.first(x))))
+
+  (_, train, val, _), model = mlp, Model(nnx.Rngs(0))
+  with jax.numpy_rank_promotion("allow"):
+    if training:
+      with pytest.raises(ValueError, match=r"^norm\.__call__ changes mean, var, .*call model.eval\(\) first"):
+        ghost.GhostEngine().score(model, train, val, loss_fn=squared_loss)
+      return
+    result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+    expected = expected_dots(model, squared_loss, train, val)
+  for label, value in expected.items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+
+
+class Stateful(nnx.Module):
+  """A layer with a rule that counts its calls, returns a pair, or keeps what it saw, by `how`."""
+
+  def __init__(self, how: str):
+    self.how, self.gain, self.calls = how, nnx.Param(jnp.ones((1, WIDTH))), nnx.Variable(jnp.ones(()))
+
+  def __call__(self, x):
+    if self.how == "counts":
+      self.calls[...] = self.calls[...] + 1
+    if self.how == "keeps":
+      self.seen = nnx.Intermediate(x)
+    out = x * self.gain[...] * self.calls[...]
+    return (out, x) if self.how == "pair" else out
+
+
+@ghost.rule(Stateful)
+class StatefulRule(ghost.Rule):
+  pass
+
+
+class WithStateful(Mlp):
+  def __init__(self, rngs, how: str):
+    super().__init__(rngs)
+    self.layer = Stateful(how)
+
+  def __call__(self, x):
+    out = self.layer(x)
+    x = out[0] if isinstance(out, tuple) else self.layer(jnp.tanh(out))
+    return super().__call__(x)
+
+
+@pytest.mark.parametrize(
+  ("how", "said"), [("counts", "changes calls"), ("keeps", "changes seen"), ("pair", "returns a tuple"), ("none", None)]
+)
+def test_a_layer_with_a_rule_that_changes_itself_or_returns_no_array_is_refused(mlp, how, said):
+  """The probed call would not see the change: a count stays, and what is read of it later is that of before."""
+  _, train, val, _ = mlp
+  model = WithStateful(nnx.Rngs(0), how)
+  if said:
+    with pytest.raises(
+      ValueError, match=rf"^layer\.__call__ {said}.*, name its parameters in exclude, or use engine='jvp'"
+    ):
+      ghost.GhostEngine().score(model, train, val, loss_fn=squared_loss)
+  expected = score(ghost.GhostEngine(engine="jvp", exclude=("layer/*",)), model, train, val, loss_fn=squared_loss)
+  found = score(ghost.GhostEngine(exclude=("layer/*",)), model, train, val, loss_fn=squared_loss)
+  assert oracles.relative_error(found.dot, expected.dot) < 1e-5
+
+
+class Distances:
+  """A loss as a method."""
+
+  def __init__(self, teacher, scale):
+    self.teacher, self.scale, self.step = teacher, scale, 0
+
+  def loss(self, model, batch):
+    return self.scale[0] * jnp.square(model(batch["x"]) - self.teacher(batch["x"])).sum(-1)
+
+
+@pytest.mark.parametrize("how", ["closure", "method"])
+def test_what_a_loss_function_holds_may_change_in_place(mlp, how):
+  """Such as a teacher that follows the model: a program holds the arrays that it was compiled with."""
+  (model, train, val, _), teacher, scale = mlp, randomized(Mlp, 3), [1.0]
+  made = Distances(teacher, scale)
+
+  def closed(model, batch):
+    return scale[0] * jnp.square(model(batch["x"]) - teacher(batch["x"])).sum(-1)
+
+  engine, found = ghost.GhostEngine(), []
+  for change in (None, lambda: nnx.update(teacher, nnx.state(randomized(Mlp, 4))), lambda: scale.__setitem__(0, 3.0)):
+    if change:
+      change()
+    for made.step in range(2):  # not read by the loss
+      found.append(score(engine, model, train, val, loss_fn=closed if how == "closure" else made.loss).dot)
+  assert len(engine._compiled) == 3
+  fresh = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=closed).dot
+  assert oracles.relative_error(found[-1], fresh) < 1e-5
+  assert oracles.relative_error(found[3], fresh / 9) < 1e-5 < oracles.relative_error(found[1], fresh / 9)

@@ -69,8 +69,12 @@ class Digits:
     """program(params, batch, state, delta) -> GhostResult for batches of `size`, which can be called in a scan: what
     `score` compiles, without its checks of values."""
     self.score(direction, self.params, np.arange(size), **extra)
-    compiled, _ = next(reversed(self.engines[direction]._compiled.values()))
-    return lambda params, batch, state=None, delta=None: compiled(params, self.rest, batch, (self.val,), state, delta)
+    (compiled, _), all_rows = next(reversed(self.engines[direction]._compiled.values())), np.ones(size, bool)
+
+    def run(params, batch, state=None, delta=None):
+      return compiled(params, self.rest, batch, (self.val,), state, delta, all_rows)[0]
+
+    return run
 
   def shares(self, params, batch):
     """Gradients of each example's share of the batch's mean loss, with the example axis first."""

@@ -78,7 +78,8 @@ def score_shapes(engine, schedule, direction, rank, sets):
   if direction == "second_order":
     delta = params
   function = made._compile(model, nnx.graphdef(model), loss, TOWER_BATCH, val_batches)
-  return jax.eval_shape(function, params, rest, TOWER_BATCH, val_batches, state, delta)
+  counted = np.ones(by_schedule.N, bool)
+  return jax.eval_shape(function, params, rest, TOWER_BATCH, val_batches, state, delta, counted)[0]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,8 @@ def test_engine_and_trainer_give_the_same_bits(schedule, traced, monkeypatch):
     jax.eval_shape(by_trainer, run.state)
     graphdef, params, rest = nnx.split(train_state.model, nnx.Param, ...)
     function = engine._compile(train_state.model, graphdef, engine.default_loss, TRAIN[0], (VALIDATION,))
-    jax.eval_shape(function, params, rest, TRAIN[0], (VALIDATION,), None, None)
+    counted = np.ones(len(TRAIN[0]["inputs"]), bool)
+    jax.eval_shape(function, params, rest, TRAIN[0], (VALIDATION,), None, None, counted)
   else:
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=NO_FMA))
     with tiny.cheap_compilation():

@@ -365,3 +365,83 @@ def test_the_count_is_that_of_the_state_and_not_of_skipped_steps():
     optimizer.update(model, jax.tree.map(lambda x, v=value: jnp.full_like(x, v), nnx.state(model, nnx.Param)))
   assert int(optimizer.step[...]) == 3 and int(ghost.AdamState.from_optax(optimizer).count) == 2
   assert int(ghost.AdamState.from_optax(optimizer.opt_state).count) == 2
+
+
+def groups(params):
+  return jax.tree.map(lambda x: "first" if x.ndim > 1 else "rest", params)
+
+
+def state_of(transformation, **options):
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+  return ghost.AdamState.from_optax(nnx.Optimizer(model, transformation, wrt=nnx.Param), **options)
+
+
+@pytest.mark.parametrize(
+  ("made", "named"),
+  [
+    (optax.radam(1e-3), "scale_by_radam"),
+    (optax.adamax(1e-3), "scale_by_adamax"),
+    (optax.nadamw(1e-3), "scale_by_adam with nesterov"),
+    (optax.adam(1e-3, eps_root=1e-6), "scale_by_adam with eps_root"),
+    (optax.lamb(1e-3), "scale_by_trust_ratio"),
+    (optax.chain(optax.clip_by_global_norm(1.0), optax.yogi(1e-3)), "scale_by_yogi"),
+    (optax.amsgrad(1e-3), "ScaleByAmsgradState, scale_by_amsgrad"),
+  ],
+)
+def test_the_state_of_an_optimizer_that_is_not_adam_is_refused_by_name(made, named):
+  """Most of them keep their moments in a state of Adam's type, but their step responds otherwise."""
+  with pytest.raises(ValueError, match=f"the optimizer has {named}"):
+    state_of(made)
+  if named.startswith("Scale"):
+    with pytest.raises(ValueError, match="the optimizer has ScaleByAmsgradState, which is not Adam"):
+      ghost.AdamState.from_optax(made.init({"w": jnp.ones(2)}))
+
+
+@pytest.mark.parametrize(
+  "made",
+  [
+    optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-3, 10, 100), b1=0.8, mask=lambda p: jax.tree.map(jnp.ndim, p)),
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, b1=0.8)),
+    optax.apply_if_finite(optax.MultiSteps(optax.adamw(1e-3, b1=0.8), 2).gradient_transformation(), 3),
+  ],
+)
+def test_adam_inside_of_other_transformations_is_found_with_its_constants(made):
+  assert state_of(made).constants == {(0.8, 0.999, 1e-8)}
+
+
+def test_groups_of_parameters_are_read_and_what_is_left_out_is_named():
+  model, batch = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), np.ones((4, 2), np.float32)
+
+  def scores(optimizer, **options):
+    engine = ghost.GhostEngine(config.load(None, "adam_b2=0.999"), direction="adam", **options)
+    state = ghost.AdamState.from_optax(nnx.Optimizer(model, optimizer, wrt=nnx.Param))
+    return engine.score(model, batch, batch, loss_fn=lambda m, x: jnp.square(m(x)).sum(-1), state=state).dot
+
+  adam = optax.adam(1e-3)
+  whole = scores(optax.multi_transform({"first": adam, "rest": optax.adamw(1e-2)}, groups))
+  np.testing.assert_array_equal(whole, scores(adam))
+  kernels = optax.masked(adam, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+  np.testing.assert_array_equal(scores(kernels, exclude=("bias",)), scores(adam, exclude=("bias",)))
+  with pytest.raises(
+    ValueError, match=r"needs second_moment in state=.* leave out with exclude what its optimizer does: bias$"
+  ):
+    scores(kernels)
+
+
+@pytest.mark.parametrize(
+  ("made", "others"),
+  [
+    (optax.adam(1e-3), r"\(0.9, 0.999, 1e-08\)"),
+    (
+      optax.multi_transform({"first": optax.adam(1e-3, b2=0.95), "rest": optax.adam(1e-3, 0.8)}, groups),
+      r"\(0.8, 0.999,",
+    ),
+  ],
+)
+def test_constants_that_are_not_those_of_the_optimizer_are_refused(made, others):
+  """optax.adam has b2=0.999, the default configuration 0.95."""
+  model, batch = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), np.ones((4, 2), np.float32)
+  with pytest.raises(
+    ValueError, match=rf"of the optimizer are {others}.* but those of the engine \(0.9, 0.95, 1e-08\)"
+  ):
+    ghost.GhostEngine(direction="adam").score(model, batch, batch, loss_fn=None, state=state_of(made))

@@ -176,7 +176,7 @@ def prepare_twin(
   trace finds tables that are used twice, and these are linked (`probed`).
 
   batch: arrays or shapes with the example axis first. num_val: validation rows that schedule 'concat' appends to it.
-  Raises ValueError as `attach`; for a layer that does not keep the example axis first, or is called several times where
+  Raises ValueError as `attach`; for a parameter used outside its layer; for a layer that is called several times where
   its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
@@ -188,17 +188,7 @@ def prepare_twin(
     said = f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
     said += "validation rows out of its training gradient"
     raise ValueError(f"{said}. Use two_pass or reverse_scan, or an empty ghost_exclude")
-  rows = num_examples + num_val
-  used, apart = _calls(twin, model, loss_fn, batch, rows)
-  try:  # twice the rows, which a mesh divides if it divides the rows
-    used_doubled, _ = _calls(twin, model, loss_fn, batch, 2 * rows)
-  except Exception as error:
-    said = f"the loss works for {rows} rows, but not for {2 * rows}, which is how layers are checked for a leading"
-    raise ValueError(f"{said} batch axis: let model and loss take any number of rows ({error})") from error
-  for use, twice in zip(used, used_doubled, strict=False):
-    if not use.shape or twice.shape[:1] != (2 * use.shape[0],):
-      what = f"{use.path}.{use.method} returns {use.shape} for a batch of {rows}: its leading axis is not the batch."
-      raise ValueError(f"{what} Broadcast its input to the batch, or name its parameters in ghost_exclude")
+  used, apart = _calls(twin, model, loss_fn, batch, num_examples + num_val)
   if apart:
     said = f"{', '.join(apart)}: used outside its layer's methods, or set by the model, where no rule scores it. Call"
     raise ValueError(f"{said} the layer (a tied output: nnx.Embed.attend), or use ghost_schedule=forward_mode")

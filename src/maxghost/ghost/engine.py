@@ -2,13 +2,16 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
+import functools
 import re
 import types
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -18,8 +21,8 @@ from maxghost.ghost import schedules
 from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import total
-from maxghost.objectives import as_objective, create
-from maxghost.optimizers import AdamState, Parameter, RuleState, direction_rule
+from maxghost.objectives import Objective, as_objective, create
+from maxghost.optimizers import AdamState, RuleState, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
 
@@ -68,7 +71,8 @@ class GhostEngine:
   whatever `attach` raises for the model.
 
   Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions are
-  the same if their code is, and their closures and defaults hold the same objects; globals are read at compilation.
+  the same if their code is, and their closures, defaults and objects hold the same arrays and other values; globals are
+  read at compilation.
   """
 
   @_own_names()
@@ -117,22 +121,28 @@ class GhostEngine:
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
     _check_batches(train_batch, val_batches)
-    state = state.rule_state() if isinstance(state, AdamState) else state
+    state = state.rule_state(self.spec.rule) if isinstance(state, AdamState) else state
     self._check_inputs(val_batches, state, delta)
     if loss_fn is None and not hasattr(model, "hidden"):
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
     loss_fn = loss_fn or self.default_loss
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     identity, held = _identity(loss_fn)
+    all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
     if key not in self._compiled:
       _refuse_randomness(model, loss_fn, train_batch)
-      program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
+      program = self._compile(model, graphdef, objective := as_objective(loss_fn), train_batch, val_batches, many)
+      if self.engine == "graddotprod":
+        unit = np.arange(len(all_rows)) // objective.rows_per_unit
+        # Halves, and the Thue-Morse sequence: every row is once on the other side of its neighbours near and far.
+        for counted in (unit <= unit[-1] // 2, np.bitwise_count(unit) % 2 == 1):
+          _refuse_coupled(program(params, rest, train_batch, val_batches, state, delta, counted)[1])
       self._compiled[key] = program, held
     self._compiled.move_to_end(key)
     while len(self._compiled) > MAX_COMPILED:
       self._compiled.popitem(last=False)
-    result = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta)
+    result, _ = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta, all_rows)
     if not jnp.isfinite(loss := result.val_loss).all():
       raise ValueError(f"validation loss is {loss}: a validation batch needs tokens that count, finite losses")
     return result
@@ -143,8 +153,6 @@ class GhostEngine:
     direction = self.spec.rule.direction
     if state is None and self.spec.in_backward:
       raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
-    if lacking := [name for name in self.spec.rule.reads(Parameter("")) if state and name not in state.arrays]:
-      raise ValueError(f"direction '{direction}' needs {' and '.join(lacking)} in state=; use AdamState.from_optax")
     if state is not None and not self.spec.in_backward:
       raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
     if (delta is None) == self.second_order:
@@ -161,7 +169,8 @@ class GhostEngine:
 
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool = True):
     twin, views = None, parameters(model)
-    left_out = matching(views, self.exclude)
+    left_out, rule = matching(views, self.exclude), self.spec.rule
+    scored = tuple(label for label in views if label not in left_out)
     if self.engine == "graddotprod":
       leading, of_val = (jax.tree.leaves(batch)[0].shape for batch in (train_batch, val_batches[0]))
       if self.per_position and len(leading) < 2:
@@ -170,15 +179,22 @@ class GhostEngine:
       of_self = {"spec": self.spec, "exclude": self.exclude, "schedule": self.schedule}
       twin = prepare_twin(model, train_batch, loss_fn, num_sets=len(val_batches), **of_batch, **of_self)
 
-    def run(params, rest, train_batch, val_batches, state, delta) -> GhostResult:
+    def run(params, rest, train_batch, val_batches, state, delta, counted) -> tuple[GhostResult, dict]:
       settings = schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy)
+      lacking = {} if state is None else {x: set(rule.reads(views[x])).difference(state.of(x)) for x in scored}
+      if names := " and ".join(sorted(set().union(*lacking.values()))):
+        said = f"direction '{rule.direction}' needs {names} in state=; use AdamState.from_optax, or leave out with"
+        raise ValueError(f"{said} ghost_exclude what its optimizer does: {', '.join(x for x in lacking if lacking[x])}")
       problem = schedules.Problem(
-        schedule=self._schedule, model=schedules.Model(graphdef, params, rest), loss=loss_fn, val_loss=loss_fn,
-        batch=train_batch, val_batches=val_batches, twin=twin, parameters=views,
-        scored=tuple(label for label in views if label not in left_out), rule=self.spec.rule, state=state,
-        second_order=self.second_order, update=lambda grads: (state, delta), settings=settings,
+        schedule=self._schedule, model=schedules.Model(graphdef, params, rest), val_loss=loss_fn,
+        loss=_counting(loss_fn, counted) if twin else loss_fn, batch=train_batch, val_batches=val_batches, twin=twin,
+        parameters=views, scored=scored, rule=rule, state=state, second_order=self.second_order,
+        update=lambda grads: (state, delta), settings=settings,
       )  # fmt: skip
-      return self._result(problem, schedules.score(problem), many)
+      out = schedules.score(problem)
+      masks = [rows[:, None] if self.per_position else rows for rows in (counted, ~counted)]
+      largest = {label: [jnp.abs(jnp.where(m, v, 0)).max() for m in masks] for label, v in out.passed.scores.items()}
+      return self._result(problem, out, many), largest
 
     return jax.jit(run)
 
@@ -237,11 +253,14 @@ def _check_batches(train_batch, val_batches: tuple) -> None:
 
 def _identity(function: Callable):
   """(key that identifies a loss function, objects to keep alive while the key is used)."""
-  if not isinstance(function, types.FunctionType):
+  if not isinstance(function, (types.FunctionType, types.MethodType)):
     return function, ()
   closure = (cell.cell_contents for cell in function.__closure__ or ())
   defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-  held = (function.__globals__, *closure, *defaults)
+  own = getattr(getattr(function, "__self__", None), "__dict__", {})
+  used = (own[name] for name in function.__code__.co_names if name in own)
+  held = (function.__globals__, *closure, *defaults, *used)
+  held += (*jax.tree.leaves(held[1:]),)  # a model or a list may change in place
   return (function.__code__, tuple(id(x) for x in held)), held
 
 
@@ -256,6 +275,28 @@ def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
     jaxpr = jax.make_jaxpr(draw)(counts, rest, batch).jaxpr
     if any(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][:num]):
       raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
+
+
+def _counting(objective: Objective, counted) -> Objective:
+  """The objective with weight 0 for some rows. counted: bool[n]; rows after these count ('concat': of validation)."""
+
+  def measured(method: Callable, *args):
+    losses, weights, metrics = method(*args)
+    rows = jnp.pad(counted, (0, len(weights) - len(counted)), constant_values=True)
+    return losses, jnp.where(rows if weights.ndim == 1 else rows[:, None], weights, 0), metrics
+
+  part, names = copy.copy(objective), {"measured", "measured_head"} & set(dir(objective))
+  vars(part).update({name: functools.partial(measured, getattr(objective, name)) for name in names})
+  return part
+
+
+def _refuse_coupled(largest: dict) -> None:
+  """Raises ValueError if the losses of some rows score others. largest: {label: sizes of their scores, of others'}."""
+  least = 1e-6 * max(float(own) for own, _ in largest.values())
+  if coupled := ", ".join(label for label, (_, other) in largest.items() if other > least):
+    said = f"{coupled}: scores of a row depend on the losses of other rows. Give layers the batch axis first, and keep"
+    said += " rows apart and in order (no BatchNorm in training mode, no negatives from the batch), or name these paths"
+    raise ValueError(f"{said} in ghost_exclude, or use ghost_schedule=forward_mode")
 
 
 def _shapes(batch):

@@ -37,7 +37,6 @@ class Use:
   path: str
   method: str
   argument_shapes: tuple
-  shape: tuple
   static: tuple  # arguments that are not arrays
   is_second: bool  # the use of a table after its lookup
 
@@ -74,7 +73,7 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   if (recording := recorder.get()) is not None:
     used, given = recording
     out, shapes = passes.apply(_cut_off(twin, values, given), arrays), tuple(x.shape for x in arrays)
-    used.append(Use(twin, info.path, method, shapes, out.shape, static, method in rule.second_uses))
+    used.append(Use(twin, info.path, method, shapes, static, method in rule.second_uses))
     return rule.combine(twin, out, *args)
   if info.linked is None:
     out = _scored_call(passes, values, arrays, parts, probes)
@@ -131,8 +130,19 @@ class LayerPasses:
     self.info: TwinInfo = twin.ghost_info
 
   def apply(self, values: dict, arrays):
+    """The method's output. Raises ValueError for one that is not an array, and for a method that changes its layer."""
     args, kwargs = self.rebuild(arrays)
-    return getattr(nnx.merge(self.info.stock, nnx.State(values)), self.method)(*args, **kwargs)
+    layer = nnx.merge(self.info.stock, nnx.State(values))
+    before = _held(layer)
+    out, after = getattr(layer, self.method)(*args, **kwargs), _held(layer)
+    changed = ", ".join(name for name, value in after.items() if value is not before.get(name))
+    if changed or not isinstance(out, jax.Array):
+      said = f"{self.info.path}.{self.method} " + (
+        f"changes {changed}" if changed else f"returns a {type(out).__name__}"
+      )
+      said += ", but a layer with a rule keeps what it holds (BatchNorm: call model.eval() first) and returns one array"
+      raise ValueError(f"{said}: change it, name its parameters in ghost_exclude, or use ghost_schedule=forward_mode")
+    return out
 
   def forward(self, values: dict, arrays):
     """(output, residuals)."""
@@ -173,6 +183,12 @@ class LayerPasses:
     """The score of this use, [K, *reduced]."""
     (name,), (array, cotangent) = values, carried
     return self.rule.score(self._call(values, [array], cotangent), name, direction)
+
+
+def _held(layer: nnx.Module) -> dict:
+  """{name: value} of a layer's attributes."""
+  own = {name: v for name, v in vars(layer).items() if not name.startswith("_pytree__")}
+  return {name: v.get_value() if isinstance(v, nnx.Variable) else v for name, v in own.items()}
 
 
 def _passes(twin, rule: rules.Rule, method: str, static: tuple, rebuild: Callable) -> LayerPasses:

@@ -110,27 +110,20 @@ class EmbedRule(Rule):
     return _reduce_sets(call, jnp.take(jnp.moveaxis(direction.left, 0, 1), x, axis=0).astype(wide), b_Kr)
 
 
-@rule(nnx.RMSNorm, nnx.LayerNorm, nnx.GroupNorm, nnx.InstanceNorm)
+@rule(nnx.RMSNorm, nnx.LayerNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.BatchNorm, nnx.PReLU)
 class NormRule(Rule):
-  """Scale and bias over the features, [D]; groups never span examples, so the example axis stays first."""
+  """Scale and bias over the features, [D], a slope []. Statistics never span examples: a BatchNorm that updates its own
+  is refused (`probed`)."""
 
-  ranks: ClassVar = {"scale": 1, "bias": 1}
-
-
-@rule(nnx.Einsum)
-class EinsumRule(Rule):
-  """`nnx.Einsum`: linear in the kernel, so the tangent is the same einsum with u in its place."""
-
-  def rank(self, module: Any, name):
-    return len(module.kernel_shape) if name == "kernel" else len(module.bias_shape)
+  ranks: ClassVar = {"scale": 1, "bias": 1, "negative_slope": 0}
 
 
-@rule(nnx.Conv, nnx.ConvTranspose)
-class ConvRule(Rule):
-  """Convolutions of any dimension: kernel [*window, I / groups, O], bias [O]."""
+@rule(nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
+class KernelRule(Rule):
+  """Einsums and convolutions: linear in the kernel, so the tangent is the same operation with u in its place."""
 
   def rank(self, module: Any, name):
-    return len(module.kernel_shape) if name == "kernel" else 1
+    return len(module.kernel_shape) if name == "kernel" else len(getattr(module, "bias_shape", "O"))
 
 
 @rule(nnx.LoRA)

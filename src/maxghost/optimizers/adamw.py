@@ -1,6 +1,8 @@
 """AdamW: Loshchilov and Hutter, arXiv:1711.05101."""
 
 import dataclasses
+import inspect
+import types
 from typing import Any, ClassVar
 
 import jax
@@ -86,13 +88,6 @@ class AdamW(UpdateRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Secant(Elementwise):
-  """The response of a whole step. resting: the step without a gradient, over the learning rate."""
-
-  resting: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
 class AdamWPath(AdamW):
   """AdamW with the response of the whole step: P_t g = (D(clip_factor g) - D(0)) / clip_factor, entry by entry.
 
@@ -108,7 +103,7 @@ class AdamWPath(AdamW):
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("first_moment", "second_moment")
 
-  def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Secant:
+  def response(self, parameter: Parameter, gradient, arrays: dict[str, Any], scalars) -> Elementwise:
     """Its size is AdamW's own response, which is positive."""
     g, correction1, correction2 = _wide(gradient, scalars)
     m, v = (arrays[name].astype(g.dtype) for name in self.reads(parameter))
@@ -116,14 +111,14 @@ class AdamWPath(AdamW):
     root = jnp.sqrt(jnp.square(root0) + share * jnp.square(g))
     size = (1 - self.b1) / (correction1 * (root + self.eps))
     resting = self.b1 * m / (correction1 * (root0 + self.eps))
-    return Secant(self._factor(g, resting, share, root0, root, size), size, resting)
+    return Elementwise(self._factor(g, resting, share, root0, root, size), size, resting)
 
   def _factor(self, g, resting, share, root0, root, size):
     """P_t at the clipped gradient g. size: AdamW's own response. share: (1 - b2) / (1 - b2^t). root, root0: R, R0."""
     return size - resting * _over(share * g, root + root0) / (root + self.eps)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
-    assert isinstance(response, Secant)
+    assert isinstance(response, Elementwise)
     return {"momentum": response.resting, "weight_decay": value}
 
 
@@ -159,20 +154,52 @@ def _over(x, roots):
 class AdamState:
   """The state before a step that directions 'adam', 'path' and 'marginal' need; the first moments for the last two.
 
-  Moments are {path: array}. count: steps taken. clip_factor: the one assumed for this step.
+  Moments are {path: array}. count: steps taken. clip_factor: the one assumed for this step. constants: known
+  (b1, b2, eps) of the optimizer, which must be those of the rule.
   """
 
   second_moments: dict[str, Any]
   count: Any
   clip_factor: Any = 1.0
   first_moments: dict[str, Any] | None = None
+  constants: frozenset = dataclasses.field(default=frozenset(), metadata={"static": True})
 
   @classmethod
   def from_optax(cls, optimizer, *, count=None, clip_factor=1.0) -> "AdamState":
-    """Reads an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or their optax state, with Adam's own count."""
-    state = AdamW().read(getattr(optimizer, "opt_state", optimizer), count=count, clip_factor=clip_factor)
-    return cls(state.arrays["second_moment"], state.count, state.clip_factor, state.arrays["first_moment"])
+    """Reads an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or their optax state, with Adam's own count.
 
-  def rule_state(self) -> RuleState:
+    Raises ValueError for another optimizer. In an optax state, some look like Adam (radam, adamax, nadam, yogi, lamb).
+    """
+    state = getattr(optimizer, "opt_state", optimizer)
+    found = optax.tree_utils.tree_get_all_with_path(state, "nu")
+    names = {getattr(path[-1], "tuple_name", "ScaleByAdamState") for path, _ in found}
+    steps = _scaling_steps(getattr(getattr(optimizer, "tx", None), "update", None), [])
+    names |= {" with ".join((name, *filter(own.get, ("nesterov", "eps_root")))) for name, own in steps}
+    if others := sorted(names - {"ScaleByAdamState", "scale_by_adam"}):
+      raise ValueError(f"the optimizer has {', '.join(others)}, which is not Adam: use optax.adam or optax.adamw")
+    constants = frozenset(tuple(float(own[name]) for name in ("b1", "b2", "eps")) for _, own in steps)
+    state = AdamW().read(state, count=count, clip_factor=clip_factor)
+    second, first = (state.arrays[name] for name in ("second_moment", "first_moment"))
+    return cls(second, state.count, state.clip_factor, first, constants)
+
+  def rule_state(self, rule: UpdateRule | None = None) -> RuleState:
+    """Raises ValueError for constants that are not those of `rule`."""
+    if isinstance(rule, AdamW) and (others := self.constants - {own := (rule.b1, rule.b2, rule.eps)}):
+      said = f"(b1, b2, eps) of the optimizer are {', '.join(map(str, sorted(others)))}, but those of the engine {own}"
+      raise ValueError(f"{said}: set adam_b1, adam_b2 and adam_eps of its configuration to the optimizer's")
     first = {} if self.first_moments is None else {"first_moment": self.first_moments}
     return RuleState({"second_moment": self.second_moments} | first, self.count, self.clip_factor)
+
+
+def _scaling_steps(x: Any, seen: list) -> list[tuple[str, dict]]:
+  """(name, what it closes over) of each `scale_by_...` with moments that an optax update consists of."""
+  if any(x is one for one in seen):
+    return []
+  seen.append(x)
+  inner: Any = vars(x.__self__) if isinstance(x, types.MethodType) else x  # optax.MultiSteps
+  if isinstance(x, types.FunctionType):
+    name, inner = x.__qualname__.split(".")[0], inspect.getclosurevars(x).nonlocals
+    if name.startswith("scale_by_") and name != "scale_by_schedule" and x.__name__ == "update_fn":
+      return [(name, inner)]
+  inner = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, (tuple, list)) else ()
+  return [step for one in inner for step in _scaling_steps(one, seen)]

@@ -132,10 +132,12 @@ class Identity(Response):
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Response):
-  """P_t multiplies elementwise by factor [*parameter]. size: its weighting, for a factor that is not positive."""
+  """P_t multiplies elementwise by factor [*parameter]. size: its weighting, for a factor that is not positive. resting:
+  of the response of a whole step, that step without a gradient, over the learning rate."""
 
   factor: Any
   size: Any = None
+  resting: Any = None
 
   def apply(self, x):
     return jnp.expand_dims(self.factor, tuple(range(x.ndim - self.factor.ndim))) * x
@@ -270,6 +272,6 @@ class UpdateRule(abc.ABC):
 def by_label(tree) -> dict[str, Any]:
   """{slash-joined path: array} of a State, or of any tree of arrays."""
   if isinstance(tree, nnx.State):
-    return {slash_path(path): variable[...] for path, variable in nnx.to_flat_state(tree)}
+    return {slash_path(path): v[...] for path, v in nnx.to_flat_state(tree) if jax.tree.leaves(v)}  # others: MaskedNode
   flat = jax.tree.leaves_with_path(tree)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}

@@ -12,6 +12,7 @@ from maxghost.ghost.directions import direction_parts
 from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.base import Problem, Scored, TrainPass
 from maxghost.models import pipeline
+from maxghost.objectives import as_objective
 from maxghost.parallel.shardings import constrain_state
 
 
@@ -26,9 +27,9 @@ def run(problem: Problem) -> Scored:
 
   def loss(params, probes):
     with pipeline.whole_rows():
-      losses, weights = problem.loss(twin.merge(params, probes, directions, rest), both)
+      losses, weights, _ = as_objective(problem.loss).measured(twin.merge(params, probes, directions, rest), both)
     train, val = passes.mean_loss(losses[:rows], weights[:rows]), passes.validation_mean(losses[rows:], weights[rows:])
-    return train + val, (train, val, losses[:rows], weights[:rows])
+    return train + val, (train, val, losses[:rows], passes.wide_weights(losses, weights)[:rows])
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())
