@@ -335,8 +335,11 @@ def test_nothing_to_train_on_is_said():
   empty = data.DocumentList([Document("b", f"f{n}", n, b"x" * 40 * (n < 9)) for n in range(30)], ("b",))
   held_out = {n for n in range(9) if make(empty, ghost_val_fraction=0.5).parts[0].split.held_out(np.array([n]))[0]}
   assert 0 < len(held_out) < 9
+  dataset, read = make(empty_but(empty, held_out), ghost_val_fraction=0.5), []
+  object.__setattr__(dataset.parts[0], "read", lambda indices: read.append(indices) or [b""] * len(indices))
   with pytest.raises(config.ConfigError, match="nothing to train on in the data"):
-    next(make(empty_but(empty, held_out), ghost_val_fraction=0.5).train)
+    next(dataset.train)
+  assert len(read) <= 25, "the text is not read a thousand times"
 
 
 def test_a_position_of_other_data_or_settings_is_refused():

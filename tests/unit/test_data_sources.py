@@ -363,6 +363,33 @@ def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   assert "no name of a dataset such as owner/name:config" in refused(dataset_type="hf", dataset_files=("b=~/x/y z",))
 
 
+def test_a_file_whose_name_looks_like_a_pattern_is_found(tmp_path):
+  (tmp_path / "a[1].txt").write_text("one " * 20)
+  (tmp_path / "b.txt").write_text("two " * 20)
+  files = (f"a={tmp_path}/a[[]1].txt", f"b={tmp_path}/b.txt")
+  escaped, plain = (
+    open_source(dataclasses.replace(BASE, dataset_type="text", dataset_files=(one, files[1])), 0)
+    for one in (files[0], f"a={tmp_path}/a[1].txt")
+  )
+  assert [source.document_id(0) for source in (escaped, plain)] == [("a", "a[1].txt", 0)] * 2
+
+
+@pytest.mark.parametrize("records", ["text", "conversations"])
+def test_a_file_that_is_one_json_array_is_named(tmp_path, records):
+  (tmp_path / "whole.jsonl").write_text("\n" + json.dumps([{"text": "one"}, {"text": "two"}]))
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/whole.jsonl",))
+  with pytest.raises(ConfigError, match=r"whole.jsonl at byte 1, line 2: no JSON object; write one per line"):
+    data.load_dataset(cfg, records=records)
+
+
+def test_records_of_another_kind_are_named(tmp_path):
+  (tmp_path / "alpaca.jsonl").write_text('{"instruction": "1+1", "output": "2"}\n' * 9)
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/alpaca.jsonl",))
+  said = r"alpaca.jsonl has instruction, output; its records need one of messages, prompt, completion, tools$"
+  with pytest.raises(ConfigError, match=said):
+    data.load_dataset(cfg, records="conversations")
+
+
 def test_blank_lines_are_no_documents(tmp_path):
   lines = [line + b"\n" for line in jsonl(A[:9]).splitlines()]
   between = [b"", b"\n", b" \n", b"\r\n", b"\t\r\n", b"    \n", b" " * 99 + b"\r\n", b"  ", b"   \n\n     \n"]

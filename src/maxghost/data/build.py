@@ -28,12 +28,11 @@ _MOST_FILES_IN_A_STATE = 1000
 
 def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
                  vocab_size: int | None = None, records: str = "text") -> Dataset:  # fmt: skip
-  """The dataset of a configuration.
+  """The dataset of the data section of a configuration. Raises ConfigError.
 
-  cfg: the data section. seed: of the document order and the split. num_shards: equal parts of the global batch. shard:
-  the one that this process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard.
-  vocab_size: of the model; the tokenizer's must not be larger. records: what a document is, as the objective says
-  (`config.plugins.Objective.records`). Raises ConfigError where the data does not allow what is asked for.
+  seed: of the document order and the split. num_shards: equal parts of the global batch. shard: the one that this
+  process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard. vocab_size: of the
+  model; the tokenizer's must not be larger. records: what a document is (`config.plugins.Objective.records`).
   """
   source, tokenizer = open_all(cfg, seed, vocab_size, records)
   return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, records=records)

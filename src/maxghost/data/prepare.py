@@ -55,9 +55,8 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
             progress: Callable[[dict], None] = lambda manifest: None) -> dict:  # fmt: skip
   """Tokenizes a source into a folder, whose complete parts are kept; returns the JSON part of the index.
 
-  cfg: states the tokenizer and what to do with corrupt documents. part_bytes: approximate text of a part. progress:
-  called with the manifest of each complete part. Raises ConfigError when the folder holds another corpus, or a document
-  is corrupt and on_corrupt is "error".
+  part_bytes: approximate text of a part. progress: called with the manifest of each complete part. Raises ConfigError
+  when the folder holds another corpus, or a document is corrupt and on_corrupt is "error".
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))

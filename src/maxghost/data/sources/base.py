@@ -208,16 +208,16 @@ def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tupl
   """Those of `train_data_columns` to read from `owner`, which has the columns `known`. Raises ConfigError."""
   known = tuple(known)
   found = tuple(name for name in columns if name in known)
-  if not found or not isinstance(columns, Kept):
+  if not isinstance(columns, Kept):
     check_known("train_data_columns", columns, known, owner)
+  elif not found:
+    raise ConfigError(f"{owner} has {', '.join(known) or 'no fields'}; its records need one of {', '.join(columns)}")
   return found
 
 
 def join_columns(where: Callable[[], str], record: Any, columns: Sequence[str]) -> bytes:
-  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError.
-
-  where: gives the place of the record for a message, which may take as long as reading the file.
-  """
+  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. where: gives the place
+  of the record for a message, which may take as long as reading the file. Raises CorruptError."""
   values, record = [], record if isinstance(record, dict) else {}
   if isinstance(columns, Kept):
     kept = {column: record[column] for column in columns if record.get(column) is not None}

@@ -37,10 +37,9 @@ _PACKED = (".gz", ".zst")
 def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: bool = True, own=False) -> RecordSource:
   """The documents of text files, given by domain. Raises ConfigError for one that cannot be read as `cfg` says.
 
-  cap: each domain's first documents are taken, up to this many bytes together; 0 = all. whole: all compressed files
-  must fit into memory together, since training reads them in random order; False: only the one read last is kept, which
-  is enough for `prepare`. own: the field `domain` of a record is its domain, in place of its file's; `dataset_domains`
-  chooses among these.
+  cap: each domain's first documents are taken, up to this many bytes together; 0 = all. whole: compressed files must
+  fit into memory together, since training reads them in random order; False: only the one read last is kept. own: the
+  field `domain` of a record is its domain, in place of its file's; `dataset_domains` chooses among these.
   """
   kinds = [_kind(file.path, cfg.train_data_columns) for file in files]
   if cap and PARQUET in kinds:
@@ -161,7 +160,9 @@ def _index_text(opened: Opened, path: str, kind: str, columns: tuple[str, ...]) 
   if len(starts):
     with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):  # named when it is read
       record = json.loads(view[starts[0] : starts[0] + sizes[0]].tobytes())
-      base.columns_of(columns, tuple(record) if isinstance(record, dict) else (), path)
+      if not isinstance(record, dict):
+        raise ConfigError(f"{_place(opened, path, kind, starts[0])}: no JSON object; write one per line")
+      base.columns_of(columns, tuple(record), path)
   return starts, sizes
 
 
