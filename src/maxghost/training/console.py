@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,7 +127,8 @@ def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str
     return [f"{stopped}; not saved, because checkpoint_period=0"]
   folder = path / CHECKPOINTS / str(completed_steps)  # missing if this run has not completed a step of its own
   saved = f"saved in {folder}" if folder.is_dir() else "nothing to save"
-  return [f"{stopped}; {saved}", f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}"]
+  again = shlex.join(["python", "-m", "maxghost.train", str(path / CONFIG_FILE)])
+  return [f"{stopped}; {saved}", f"The same command continues it, or: {again}"]
 
 
 def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
@@ -146,7 +148,7 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
     likely = f" (perplexity {last['eval/avg_perplexity']:.3f})" if "eval/avg_perplexity" in last else ""
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f}{likely}")
   lines += [ghost_line(records, name) for name in plan.cfg.val_sets]
-  return [*lines, f"Report: python -m maxghost.report {path}"]
+  return [*lines, f"Report: python -m maxghost.report {shlex.quote(str(path))}"]
 
 
 def ghost_line(records: list[dict], name: str) -> str:

@@ -23,11 +23,9 @@ class Kept(tuple[str, ...]):
 
 
 class CorruptError(ValueError):
-  """A document or file cannot be read. The text is one line: the file, the place in it and the reason.
-
-  where: returns the place, if `said` is only the reason. It is called when the text is shown or leaves the process,
-  because finding the line number of a document takes as long as reading the file.
-  """
+  """A document or file cannot be read. The text is one line: the file, the place in it and the reason. where: returns
+  the place, if `said` is only the reason. It is called when the text is shown or leaves the process, because finding
+  the line number of a document takes as long as reading the file."""
 
   def __init__(self, said: str, where: Callable[[], str] | None = None):
     super().__init__(said, where)
@@ -44,9 +42,8 @@ class Source(Protocol):
   """Random access to documents; has the shape of `grain.sources.RandomAccessDataSource`.
 
   domains: names in a fixed order. fingerprint: changes when the data behind the source changes. files: fingerprint of
-  each file; empty for a source without files of its own. num_bytes: total text bytes (an estimate where the format does
-  not record them). notes: lines to show the user, such as files left out. fields: names of what the score log keeps of
-  each record (`document_fields`).
+  each file; empty for a source without files of its own. num_bytes: of all text (an estimate where the format does not
+  record them). notes: lines to show the user. fields: what the score log keeps of each record (`document_fields`).
   """
 
   domains: tuple[str, ...]
