@@ -461,6 +461,41 @@ def test_damage_is_named_or_skipped_and_counted(kind, tmp_path):
   assert left_out == {"json": 2, "parquet": 5}.get(kind, left_out) and left_out >= 1
 
 
+def test_a_text_of_parquet_that_is_not_utf8_is_named_by_its_row(tmp_path):
+  raw = [text.encode() for text in B]
+  raw[7] += b"\xff"
+  texts = pa.Array.from_buffers(pa.string(), len(raw), pa.array(raw).buffers())  # as programs without a check write it
+  pq.write_table(pa.table({"text": texts, "id": texts}), tmp_path / "b.parquet", row_group_size=10)
+  keys = dict(dataset_type="text", dataset_files=(f"b={tmp_path}/b.parquet",), max_target_length=17)
+  with pytest.raises(ConfigError, match=r"b.parquet, row 7: 'utf-8' codec .* byte 0xff .* or use on_corrupt=skip"):
+    next(data.load_dataset(dataclasses.replace(BASE, **keys, shuffle_window_bytes=10**9)).train)
+  dataset = data.load_dataset(dataclasses.replace(BASE, **keys, on_corrupt="skip", shuffle_window_bytes=10**9))
+  next(dataset.train)
+  held_out = dataset.summary()[0].held_out - dataset.parts[0].split.held_out(np.array([7]))[0]
+  assert dataset.train.counts["documents"] + held_out == len(B) - 1, "the other rows of its group are read"
+  assert dataset.document_record(7)[3:] == ("",) and dataset.document_record(6)[3:] == (B[6],)
+
+
+def test_a_field_that_cannot_be_read_is_named(tmp_path):
+  write_parquet(tmp_path / "b.parquet", B)
+  column = pq.ParquetFile(tmp_path / "b.parquet").metadata.row_group(2).column(1)
+  raw = bytearray((tmp_path / "b.parquet").read_bytes())
+  start = column.dictionary_page_offset or column.data_page_offset
+  raw[start : start + 9] = b"\xff" * 9
+  (tmp_path / "b.parquet").write_bytes(raw)
+  keys = dict(dataset_type="text", dataset_files=(f"b={tmp_path}/b.parquet",), document_fields=("year",))
+  stop, skip = (open_source(dataclasses.replace(BASE, **keys, on_corrupt=what), 0) for what in ("error", "skip"))
+  assert skip.document_fields(9) == ("9",) and skip.document_fields(10) == ("",)
+  with pytest.raises(ConfigError, match=r"b.parquet, row group 2 .* or use on_corrupt=skip"):
+    stop.document_fields(10)
+
+
+def test_a_column_of_parquet_with_a_dot_in_its_name_counts_as_text(tmp_path):
+  pq.write_table(pa.table({"a.text": B}), tmp_path / "b.parquet")
+  keys = dict(dataset_type="text", dataset_files=(f"b={tmp_path}/b.parquet",), train_data_columns=("a.text",))
+  assert open_source(dataclasses.replace(BASE, **keys), 0).num_bytes > sum(map(len, B)) / 2
+
+
 def test_a_changed_file_is_named_on_resume(tmp_path):
   (tmp_path / "b1.jsonl").write_bytes(jsonl(B))
   (tmp_path / "b2.jsonl").write_bytes(jsonl(A))

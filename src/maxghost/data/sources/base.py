@@ -68,7 +68,7 @@ class Source(Protocol):
     return self.document_id(index).shown
 
   def document_fields(self, index: int) -> tuple[str, ...]:
-    """The texts of `fields` of a document. Raises CorruptError."""
+    """The texts of `fields` of a document. Raises ConfigError for one that cannot be read, or gives empty ones."""
     return ("",) * len(self.fields)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
