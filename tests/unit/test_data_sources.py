@@ -346,6 +346,13 @@ def test_a_column_of_hugging_face_that_is_no_text_is_named(cap, tmp_path):
   assert "all the text, 0 bytes" in refused(**keys, on_corrupt="skip")
 
 
+def test_a_broken_line_of_hugging_face_is_named(tmp_path):
+  (tmp_path / "x").mkdir()
+  (tmp_path / "x" / "a.jsonl").write_text('{"text": "a"}\n' * 9 + "{bad")
+  said = refused(dataset_type="hf", dataset_files=(f"b={tmp_path}/x",), train_data_columns=("text",))
+  assert "cannot be read: DatasetGenerationError: " in said and "JSON parse error" in said and "in row 9" in said
+
+
 def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   datasets = pytest.importorskip("datasets")
   monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
