@@ -312,6 +312,8 @@ def test_a_user_sees_what_is_wrong():
   assert "more than the 30 documents" in message(dataset_shards=60, batch_size=60)
   few = message(dataset_shards=6, dataset_mixture=("a=0.3x", "b=0x", "c=0.2x"))
   assert few.startswith("dataset_shards=6 is more than the 5 documents (or prepared blocks) of an epoch; use fewer")
+  none = message(dataset_mixture=("a=0.04x", "b=1x", "c=0x"))
+  assert none == "dataset_mixture: a=0.04x is none of 10 documents; use more, or 0x"
   assert "numbers from 0 to 1,000,000,000" in message(dataset_mixture=("a=1e18x", "b=1x", "c=1x"))
   assert "does not divide over 4 shards" in message(num_shards=4, batch_size=6)
   assert "has none for b, c; add b=..." in message(dataset_mixture=("a=1",))
