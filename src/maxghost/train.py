@@ -5,6 +5,7 @@ run failed, with the reason in one line; 2 wrong input, nothing was written; 130
 """
 
 import functools
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -52,7 +53,7 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
   existing = run_directory.inspect(cfg)
   if (done := existing.completed_steps) == cfg.run.steps:
     print(f"{existing.path} is complete: {done} steps.\nTo train longer, set steps={2 * done}")
-    print(f"Report: python -m maxghost.report {existing.path}")
+    print(f"Report: python -m maxghost.report {shlex.quote(str(existing.path))}")
     return 0
   if not existing.is_new and not cfg.checkpoint.checkpoint_period:
     lost = f"{existing.path} holds an unfinished run, which would be overwritten"

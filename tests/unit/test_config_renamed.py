@@ -25,6 +25,11 @@ def test_a_former_name_is_answered_with_the_present_one(key, tmp_path):
     assert said.startswith(f"key '{key}'") and said.endswith(renamed.FORMER[key]) and origin in said
 
 
+def test_names_of_other_trainers_are_those_of_keys():
+  other = [text.split()[1] for text in renamed.FORMER.values() if text.endswith(" here")]
+  assert renamed.FORMER["lr"] == "is learning_rate here" and other and set(other) <= set(config.fields())
+
+
 @pytest.mark.parametrize(
   ("overrides", "wanted"),
   [

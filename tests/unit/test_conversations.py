@@ -122,7 +122,9 @@ def test_what_templates_may_use():
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, None, r"\[0\] \(user\) has no text"),
     ({"prompt": "x", "completion": ""}, None, "the completion is empty"),
     ({"prompt": "x", "completion": TURNS}, None, "prompt is no list of messages"),
-    ({"text": "x"}, None, "it has no prompt"),
+    ({"prompt": "x", "completion": None}, None, "it has no completion"),
+    ({"prompt": "x", "completion": 5}, None, "completion is no list of messages"),
+    ({"text": "x"}, None, "it has no messages"),
     ({"prompt": TURNS[:2], "completion": TURNS[1:2]}, None, "no turn of the assistant"),
     ({"messages": TURNS, "tools": [{"name": "f"}]}, None, "tools, which need a chat template"),
     ({"messages": [TURNS[1], {"role": "assistant", "tool_calls": [{}]}]}, None, "tool_calls, which need"),
@@ -277,7 +279,7 @@ def test_bad_files_are_named_with_their_line(corpus, tmp_path):
   good = json.dumps(sums(1)[0]) + "\n"
   assert f"x.jsonl at byte {len(good)}, line 2: not a line of JSON" in said(good + "{bad\n")
   assert "line 2: it has no turn of the assistant" in said(good + json.dumps({"messages": TURNS[:2]}) + "\n")
-  assert "line 2: it has no prompt" in said(good + '{"text": "x"}\n')
+  assert "line 2: it has no messages" in said(good + '{"text": "x"}\n')
   assert "line 2: not a line of JSON (maximum recursion depth" in said(good + "[" * 100_000 + "\n")
   steering = json.dumps(sums(1)[0] | {"domain": "a\x1b[2J"})
   assert "line 2: the domain 'a\\x1b[2J' holds control characters" in said(good + steering + "\n")

@@ -312,6 +312,8 @@ def test_a_user_sees_what_is_wrong():
   assert "more than the 30 documents" in message(dataset_shards=60, batch_size=60)
   few = message(dataset_shards=6, dataset_mixture=("a=0.3x", "b=0x", "c=0.2x"))
   assert few.startswith("dataset_shards=6 is more than the 5 documents (or prepared blocks) of an epoch; use fewer")
+  none = message(dataset_mixture=("a=0.04x", "b=1x", "c=0x"))
+  assert none == "dataset_mixture: a=0.04x is none of 10 documents; use more, or 0x"
   assert "numbers from 0 to 1,000,000,000" in message(dataset_mixture=("a=1e18x", "b=1x", "c=1x"))
   assert "does not divide over 4 shards" in message(num_shards=4, batch_size=6)
   assert "has none for b, c; add b=..." in message(dataset_mixture=("a=1",))
@@ -335,8 +337,11 @@ def test_nothing_to_train_on_is_said():
   empty = data.DocumentList([Document("b", f"f{n}", n, b"x" * 40 * (n < 9)) for n in range(30)], ("b",))
   held_out = {n for n in range(9) if make(empty, ghost_val_fraction=0.5).parts[0].split.held_out(np.array([n]))[0]}
   assert 0 < len(held_out) < 9
+  dataset, read = make(empty_but(empty, held_out), ghost_val_fraction=0.5), []
+  object.__setattr__(dataset.parts[0], "read", lambda indices: read.append(indices) or [b""] * len(indices))
   with pytest.raises(config.ConfigError, match="nothing to train on in the data"):
-    next(make(empty_but(empty, held_out), ghost_val_fraction=0.5).train)
+    next(dataset.train)
+  assert len(read) <= 25, "the text is not read a thousand times"
 
 
 def test_a_position_of_other_data_or_settings_is_refused():

@@ -11,6 +11,7 @@ import pytest
 
 from maxghost import config, data
 from maxghost.data.sources import stdlib, synthetic
+from maxghost.training import console
 
 ROOT = Path(sysconfig.get_path("stdlib"))
 
@@ -126,3 +127,20 @@ def test_synthetic_text_needs_no_further_key(settings):
   dataset = data.load_dataset(config.load(None, "dataset_type=synthetic", *settings).data)
   assert next(dataset.train).document_BS.max() >= 0
   assert dataset.val_domain == dataset.source.domains[0] and len(dataset.validation_rows())
+
+
+def test_held_out_rows_that_repeat_are_said():
+  keys = "dataset_type=synthetic", "dataset_domain_bytes=9000", "ghost_val_sets=[words,digits]", "max_target_length=64"
+  cfg = config.load(None, *keys, "per_device_batch_size=4")
+  dataset = data.load_dataset(cfg.data)
+  words, digits = (len(dataset.validation_rows(name)) for name in ("words", "digits"))
+  fits = {"eval_steps": words // 8, "ghost_val_batch_size": min(words, digits)}
+  said = lambda **keys: list(console.repeated_rows(config.replace(cfg, **{**fits, **keys}), 2, dataset))  # noqa: E731
+  assert said() == said(eval_steps=10**6, eval_interval=-1) == []
+  many = f"eval_steps={words} batches of 8 rows: domain 'words' has {words} held-out rows, so some count more than once"
+  assert said(eval_steps=words) == [many]
+  more = max(words, digits) + 1
+  assert [line.split(" has ")[0] for line in said(ghost_val_batch_size=more)] == [
+    f"ghost_val_batch_size={more}: domain '{name}'" for name in ("words", "digits")
+  ]
+  assert said(ghost_val_batch_size=more, ghost_enabled=False) == []

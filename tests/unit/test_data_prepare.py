@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -65,7 +66,7 @@ def test_the_command_trains_a_bpe_and_the_result_reads(tmp_path, capsys):
   command = ["prepare", *settings, "--output", str(out), "--train_bpe", "400", "--part_bytes", "60000"]
   assert data_command.main(command) == 0
   said = capsys.readouterr().out
-  keys = dict(item.split("=", 1) for item in said.split("train on it with: ")[1].split())
+  keys = dict(item.split("=", 1) for item in shlex.split(said.split("train on it with: ")[1]))
   assert keys["tokenizer_type"] == "huggingface" and keys["vocab_size"] == "400"
   before = files_of(out)
   assert data_command.main(command) == 0 and files_of(out) == before
@@ -75,6 +76,17 @@ def test_the_command_trains_a_bpe_and_the_result_reads(tmp_path, capsys):
   assert {dataset.document(n) for n in range(len(source))} == set(source.documents)
   assert len(dataset.source.columns["token_end"]) == len(source)
   assert dataset.source.columns["token_end"][-1] < source.num_bytes / 2
+
+
+def test_the_printed_settings_are_those_of_the_folder(tmp_path, capsys, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  settings = ["dataset_type=synthetic", "dataset_domain_bytes=9000", "ghost_val_sets=[all=words,digits]"]
+  assert data_command.main(["prepare", *settings, "--output=~/Ann's corpus, 2 [new]"]) == 0
+  said = shlex.split(capsys.readouterr().out.split("train on it with: ")[1])
+  cfg = config.load(None, *said)
+  assert cfg.data.dataset_files == (f"{tmp_path}/Ann's corpus, 2 [new]",)
+  assert cfg.data.ghost_val_sets == ("all=words", "digits")
+  assert len(data.load_dataset(cfg.data).source) > 10
 
 
 def test_damage_is_found_and_only_the_damaged_shard_redone(tmp_path, capsys):
@@ -96,6 +108,8 @@ def test_damage_is_found_and_only_the_damaged_shard_redone(tmp_path, capsys):
   rows, held_out = skipping.validation_rows(), read(out).parts[0].split.pool("words", 10**6)
   assert 0 < len(np.unique(rows.document)) < len(held_out) and np.isin(rows.document, held_out).all()
   assert data_command.main(["verify", str(out)]) == 1 and victim.name in capsys.readouterr().out
+  columns = out / "parts" / "00000.npz"
+  columns.write_bytes(columns.read_bytes()[:-40])
   prepare.prepare(source, BASE, str(out), part_bytes=50_000)
   assert files_of(out) == good
 

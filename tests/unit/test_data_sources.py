@@ -346,6 +346,13 @@ def test_a_column_of_hugging_face_that_is_no_text_is_named(cap, tmp_path):
   assert "all the text, 0 bytes" in refused(**keys, on_corrupt="skip")
 
 
+def test_a_broken_line_of_hugging_face_is_named(tmp_path):
+  (tmp_path / "x").mkdir()
+  (tmp_path / "x" / "a.jsonl").write_text('{"text": "a"}\n' * 9 + "{bad")
+  said = refused(dataset_type="hf", dataset_files=(f"b={tmp_path}/x",), train_data_columns=("text",))
+  assert "cannot be read: DatasetGenerationError: " in said and "JSON parse error" in said and "in row 9" in said
+
+
 def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   datasets = pytest.importorskip("datasets")
   monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -361,6 +368,33 @@ def test_a_name_of_the_hub_that_cannot_be_reached_is_one_line(monkeypatch):
   refused(dataset_type="hf", dataset_files=("owner/b",), dataset_domain_bytes=100)
   assert asked == [(("owner/name", "config"), False), (("owner/b",), True)]
   assert "no name of a dataset such as owner/name:config" in refused(dataset_type="hf", dataset_files=("b=~/x/y z",))
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_found(tmp_path):
+  (tmp_path / "a[1].txt").write_text("one " * 20)
+  (tmp_path / "b.txt").write_text("two " * 20)
+  files = (f"a={tmp_path}/a[[]1].txt", f"b={tmp_path}/b.txt")
+  escaped, plain = (
+    open_source(dataclasses.replace(BASE, dataset_type="text", dataset_files=(one, files[1])), 0)
+    for one in (files[0], f"a={tmp_path}/a[1].txt")
+  )
+  assert [source.document_id(0) for source in (escaped, plain)] == [("a", "a[1].txt", 0)] * 2
+
+
+@pytest.mark.parametrize("records", ["text", "conversations"])
+def test_a_file_that_is_one_json_array_is_named(tmp_path, records):
+  (tmp_path / "whole.jsonl").write_text("\n" + json.dumps([{"text": "one"}, {"text": "two"}]))
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/whole.jsonl",))
+  with pytest.raises(ConfigError, match=r"whole.jsonl at byte 1, line 2: no JSON object; write one per line"):
+    data.load_dataset(cfg, records=records)
+
+
+def test_records_of_another_kind_are_named(tmp_path):
+  (tmp_path / "alpaca.jsonl").write_text('{"instruction": "1+1", "output": "2"}\n' * 9)
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/alpaca.jsonl",))
+  said = r"alpaca.jsonl has instruction, output; its records need one of messages, prompt, completion, tools$"
+  with pytest.raises(ConfigError, match=said):
+    data.load_dataset(cfg, records="conversations")
 
 
 def test_blank_lines_are_no_documents(tmp_path):
@@ -432,6 +466,41 @@ def test_damage_is_named_or_skipped_and_counted(kind, tmp_path):
   next(dataset.train)
   left_out = dataset.train.counts["corrupt"] + sum(note.startswith("left out: ") for note in dataset.notes())
   assert left_out == {"json": 2, "parquet": 5}.get(kind, left_out) and left_out >= 1
+
+
+def test_a_text_of_parquet_that_is_not_utf8_is_named_by_its_row(tmp_path):
+  raw = [text.encode() for text in B]
+  raw[7] += b"\xff"
+  texts = pa.Array.from_buffers(pa.string(), len(raw), pa.array(raw).buffers())  # as programs without a check write it
+  pq.write_table(pa.table({"text": texts, "id": texts}), tmp_path / "b.parquet", row_group_size=10)
+  keys = dict(dataset_type="text", dataset_files=(f"b={tmp_path}/b.parquet",), max_target_length=17)
+  with pytest.raises(ConfigError, match=r"b.parquet, row 7: 'utf-8' codec .* byte 0xff .* or use on_corrupt=skip"):
+    next(data.load_dataset(dataclasses.replace(BASE, **keys, shuffle_window_bytes=10**9)).train)
+  dataset = data.load_dataset(dataclasses.replace(BASE, **keys, on_corrupt="skip", shuffle_window_bytes=10**9))
+  next(dataset.train)
+  held_out = dataset.summary()[0].held_out - dataset.parts[0].split.held_out(np.array([7]))[0]
+  assert dataset.train.counts["documents"] + held_out == len(B) - 1, "the other rows of its group are read"
+  assert dataset.document_record(7)[3:] == ("",) and dataset.document_record(6)[3:] == (B[6],)
+
+
+def test_a_field_that_cannot_be_read_is_named(tmp_path):
+  write_parquet(tmp_path / "b.parquet", B)
+  column = pq.ParquetFile(tmp_path / "b.parquet").metadata.row_group(2).column(1)
+  raw = bytearray((tmp_path / "b.parquet").read_bytes())
+  start = column.dictionary_page_offset or column.data_page_offset
+  raw[start : start + 9] = b"\xff" * 9
+  (tmp_path / "b.parquet").write_bytes(raw)
+  keys = dict(dataset_type="text", dataset_files=(f"b={tmp_path}/b.parquet",), document_fields=("year",))
+  stop, skip = (open_source(dataclasses.replace(BASE, **keys, on_corrupt=what), 0) for what in ("error", "skip"))
+  assert skip.document_fields(9) == ("9",) and skip.document_fields(10) == ("",)
+  with pytest.raises(ConfigError, match=r"b.parquet, row group 2 .* or use on_corrupt=skip"):
+    stop.document_fields(10)
+
+
+def test_a_column_of_parquet_with_a_dot_in_its_name_counts_as_text(tmp_path):
+  pq.write_table(pa.table({"a.text": B}), tmp_path / "b.parquet")
+  keys = dict(dataset_type="text", dataset_files=(f"b={tmp_path}/b.parquet",), train_data_columns=("a.text",))
+  assert open_source(dataclasses.replace(BASE, **keys), 0).num_bytes > sum(map(len, B)) / 2
 
 
 def test_a_changed_file_is_named_on_resume(tmp_path):

@@ -114,6 +114,7 @@ def test_log_probabilities_that_are_unusable_are_refused_with_file_and_line(tmp_
   [
     ({"prompt": "a", "chosen": "b"}, r"p.jsonl.*3.*no rejected response"),
     ({"prompt": "a", "chosen": "b", "rejected": ""}, r"p.jsonl.*3.*no rejected response"),
+    ({"prompt": "a", "chosen": 5, "rejected": "c"}, r"p.jsonl.*3.*no chosen response, a text or a list of messages"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"p.jsonl.*3.*responses are the same"),
     ({"prompt": "a" * 300, "chosen": "b", "rejected": "c"}, r"p.jsonl.*3.*the same up to max_target_length=96"),
     ({"prompt": "a" * 95, "chosen": "bc", "rejected": "bd" * 9}, r"p.jsonl.*3.*same up to max_target_length=96"),

@@ -4,10 +4,12 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,17 +188,29 @@ def test_the_step_line_is_maxtexts_in_short_with_ghosts_part_behind():
 
 def test_a_stopped_run_names_only_a_checkpoint_that_exists(tmp_path):
   """A run that goes on after the steps of another one and is stopped at once has saved nothing."""
+  tmp_path /= "Ann's run"
   (tmp_path / "checkpoints" / "7").mkdir(parents=True)
   cfg = config.replace(config.load(), steps=9)
   saved, again = console.interrupted_lines(cfg, 7, tmp_path, "SIGTERM")
   assert saved == f"Stopped by SIGTERM after 7 of 9 steps; saved in {tmp_path / 'checkpoints' / '7'}"
-  assert str(tmp_path / "config.yml") in again
+  assert shlex.split(again.partition("or: ")[2])[-1] == str(tmp_path / "config.yml"), "it can be pasted"
   for completed in (0, 5):
     first, _ = console.interrupted_lines(cfg, completed, tmp_path, "Ctrl-C")
     assert first == f"Stopped by Ctrl-C after {completed} of 9 steps; nothing to save"
   off = config.replace(cfg, checkpoint_period=0)
   (only,) = console.interrupted_lines(off, 7, tmp_path, "SIGTERM")
   assert only.endswith("; not saved, because checkpoint_period=0")
+
+
+def test_the_command_of_the_report_can_be_pasted(tmp_path, monkeypatch, capsys):
+  (path := tmp_path / "Ann's run").mkdir()
+  (path / "metrics.jsonl").write_text('{"learning/loss": 1.0, "learning/total_weights": 4}\n')
+  cfg = config.load(None, "ghost_enabled=false")
+  lines = console.end_lines(SimpleNamespace(cfg=cfg), [], path)
+  monkeypatch.setattr(run_directory, "inspect", lambda cfg: run_directory.Existing(path, False, {}, cfg.run.steps))
+  assert train._run(cfg, False, None) == 0  # of a run that is complete
+  for line in (lines[-1], capsys.readouterr().out.splitlines()[-1]):
+    assert shlex.split(line) == ["Report:", "python", "-m", "maxghost.report", str(path)]
 
 
 def test_a_step_line_has_at_most_120_characters():

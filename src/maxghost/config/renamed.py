@@ -1,7 +1,7 @@
 """Keys that the schema does not have, from configs/renamed.yml.
 
 MaxText's names for what maxghost calls otherwise (`OTHER`) may be given anywhere and are folded into the keys of the
-schema. Former names of keys (`FORMER`) are errors that name the present key.
+schema. Former names of keys and those of other trainers (`FORMER`) are errors that name the key.
 """
 
 import functools

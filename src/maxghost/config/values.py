@@ -243,7 +243,7 @@ def shown(value: Any) -> str:
   if isinstance(value, bool) or value is None:
     return {True: "true", False: "false", None: "null"}[value]
   if isinstance(value, str):
-    return value if re.fullmatch(r"[\w./:@%+*-]+", value) else f"'{value}'"
+    return value if re.fullmatch(r"[\w./:@%+*-]+", value) else "'" + value.replace("'", "''") + "'"
   return repr(value)
 
 

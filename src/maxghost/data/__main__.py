@@ -2,13 +2,15 @@
 
 import argparse
 import contextlib
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxghost import config
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guard, printable
+from maxghost.config.values import guard, printable, shown
 from maxghost.data import duplicates
 from maxghost.data import prepare as preparing
 from maxghost.data.build import load_dataset
@@ -28,7 +30,7 @@ def _run(arguments: list[str]) -> int:
   parser = Parser(prog="maxghost data", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   prepare = _command(commands, "prepare", "tokenize a configuration's data once, into ArrayRecord shards and an index")
-  prepare.add_argument("--output", required=True, help="folder to write; the same command resumes an interrupted one")
+  prepare.add_argument("--output", required=True, type=os.path.expanduser, help="folder to write, or to continue")
   prepare.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
   prepare.add_argument("--train_bpe", type=int, metavar="V", help="first train a byte-level BPE of V ids on the data")
   prepare.add_argument("--part_bytes", type=int, default=preparing.PART_BYTES, help="text per shard, in bytes")
@@ -76,19 +78,18 @@ def _prepare(parsed: argparse.Namespace) -> int:
     else:
       print(f"training a BPE of {parsed.train_bpe} ids")
       preparing.train_bpe(source, parsed.train_bpe, str(path))
-    vocab_size = max(cfg.model.vocab_size, parsed.train_bpe)
-    data = config.replace(cfg, tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=vocab_size).data
+    data = config.replace(cfg, tokenizer_type=HUGGINGFACE, tokenizer_path=str(path)).data
   with _progress(source.num_bytes) as progress:
     options = {"num_workers": parsed.workers, "part_bytes": parsed.part_bytes, "progress": progress}
     meta = preparing.prepare(source, data, parsed.output, **options)
   documents = f"{sum(meta['domain_documents'].values()):,} documents of {len(meta['domains'])} domains"
   left_out = f"{meta['empty']} empty and {meta['corrupt']} corrupt documents left out"
   print(f"{parsed.output}: {documents}, {meta['tokens']:,} tokens in {len(meta['shards'])} shards; {left_out}")
-  made, sets = meta["tokenizer"], ",".join(data.ghost_val_sets)
+  made, sets = meta["tokenizer"], data.ghost_val_sets and shown(data.ghost_val_sets)
   path = Path(parsed.output) / made["path"] if made["copied"] else made["path"]
-  kind = f"tokenizer_type={made['type']}" + (f" tokenizer_path={path}" if path else "")
-  kind += f" vocab_size={made['vocab_size']}" + (f" ghost_val_sets=[{sets}]" if sets else "")
-  print(f"train on it with: dataset_type=grain dataset_files=[{parsed.output}] {kind}")
+  settings = {"dataset_type": "grain", "dataset_files": shown((parsed.output,)), "tokenizer_path": path,
+              "tokenizer_type": made["type"], "vocab_size": made["vocab_size"], "ghost_val_sets": sets}  # fmt: skip
+  print("train on it with:", shlex.join(f"{key}={value}" for key, value in settings.items() if value))
   return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
-from maxghost.config.values import MOST
+from maxghost.config.values import MOST, divisors
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
 from maxghost.data.dataset import MANY_DOCUMENTS, POOL_DOCUMENTS, Dataset
@@ -28,12 +28,11 @@ _MOST_FILES_IN_A_STATE = 1000
 
 def load_dataset(cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *, batch_size: int | None = None,
                  vocab_size: int | None = None, records: str = "text") -> Dataset:  # fmt: skip
-  """The dataset of a configuration.
+  """The dataset of the data section of a configuration. Raises ConfigError.
 
-  cfg: the data section. seed: of the document order and the split. num_shards: equal parts of the global batch. shard:
-  the one that this process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard.
-  vocab_size: of the model; the tokenizer's must not be larger. records: what a document is, as the objective says
-  (`config.plugins.Objective.records`). Raises ConfigError where the data does not allow what is asked for.
+  seed: of the document order and the split. num_shards: equal parts of the global batch. shard: the one that this
+  process reads. batch_size: rows of the global batch; default per_device_batch_size for each shard. vocab_size: of the
+  model; the tokenizer's must not be larger. records: what a document is (`config.plugins.Objective.records`).
   """
   source, tokenizer = open_all(cfg, seed, vocab_size, records)
   return make_dataset(source, cfg, seed, num_shards, shard, batch_size=batch_size, tokenizer=tokenizer, records=records)
@@ -50,8 +49,7 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None, records=
   if labelled := [item for item in files if "=" in item and is_prepared(item.partition("=")[2])]:
     said = f"dataset_files has {labelled[0]}, a prepared corpus, which has domains of its own"
     raise ConfigError(f"{said}; write dataset_files=[{labelled[0].partition('=')[2]}]")
-  folder = next(filter(is_prepared, files), None)
-  if folder is None:
+  if (folder := next(filter(is_prepared, files), None)) is None:
     return sources.open_source(cfg, seed), tokenizer
   if records != "text":
     raise ConfigError(f"dataset_files has {folder}, a prepared corpus of plain text, but the objective reads {records}")
@@ -189,6 +187,9 @@ def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], l
     return [windows(Order([units.all_units()], seed), size)], None
   parts, streams = [units.units_of(number) for number in range(len(domains))], []
   if cfg.mixture == "epochs":
+    for name, part in zip(domains, parts, strict=True):
+      if (times := weights[name]) and not round(len(part) * times):
+        raise ConfigError(f"dataset_mixture: {name}={times:g}x is none of {len(part):,} documents; use more, or 0x")
     return [windows(Order(parts, seed, [weights[domain] for domain in domains]), size)], None
   for domain, part in zip(domains, parts, strict=True):
     if weights[domain] > 0:
@@ -226,13 +227,11 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
 
 
 def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: int) -> None:
-  lanes = cfg.dataset_shards
   if batch_size % num_shards:
     raise ConfigError(f"a global batch of {batch_size} rows does not divide over {num_shards} shards; use a multiple")
-  if batch_size % lanes:
-    divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
-    said = f"dataset_shards={lanes} does not divide the global batch of {batch_size} rows"
-    raise ConfigError(f"{said}; use one of {divisors}")
+  if batch_size % cfg.dataset_shards:
+    said = f"dataset_shards={cfg.dataset_shards} does not divide the global batch of {batch_size} rows"
+    raise ConfigError(f"{said}; use one of {', '.join(map(str, divisors(batch_size)))}")
   if source.num_bytes < cfg.max_target_length:
     said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
     raise ConfigError(f"{said}; use a shorter row or more data")

@@ -48,10 +48,10 @@ def read(text: bytes) -> Conversation:
     if not completion:
       raise ValueError("the completion is empty; there is nothing to train on")
     return Conversation(plain=(prompt, completion))
-  if "messages" in record:
-    before, messages = (), messages_of(record["messages"], "messages")
+  if "messages" in record or not {"prompt", "completion"} & record.keys():
+    before, messages = (), messages_of(record.get("messages"), "messages")
   else:
-    before, messages = messages_of(prompt, "prompt"), messages_of(completion, "completion")
+    messages, before = messages_of(completion, "completion"), messages_of(prompt, "prompt")
   if not any(message["role"] == "assistant" for message in messages):
     raise ValueError("it has no turn of the assistant; there is nothing to train on")
   return Conversation(before + messages, len(before), json.loads(tools) if isinstance(tools, str) else tools)
@@ -231,8 +231,8 @@ class PairUnits(ConversationUnits):
     prompt, most, found = record.get("prompt"), self.layout.row_length + 1, []
     for name in SIDES:
       response = record.get(name)
-      if not response:
-        raise ValueError(f"it has no {name} response")
+      if not response or not isinstance(response, str | list):
+        raise ValueError(f"it has no {name} response, a text or a list of messages")
       whole = {"messages": response} if isinstance(response, list) else {"prompt": "", "completion": response}
       whole = whole if prompt is None else {"prompt": prompt, "completion": response}
       tools = {"tools": record["tools"]} if "tools" in record else {}

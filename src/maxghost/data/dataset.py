@@ -45,11 +45,10 @@ class DomainSummary(NamedTuple):
 class Dataset:
   """Documents, split, packed and batched. Made by `load_dataset`.
 
-  Documents are numbered through the training source, then through the held-out files.
-
-  parts: the training source, and the held-out files if there are any. source: the training source, including its
-  held-out documents. fingerprint: changes with the data. max_segments: S, the most segments of a row, the same for all
-  batches of a run. train: the iterator of training batches (`next`, `state`, `restore`). val_domain: of the first set.
+  parts: the training source, and the held-out files if there are any; documents are numbered through both. source: the
+  training source, including its held-out documents. fingerprint: changes with the data. max_segments: S, the most
+  segments of a row, the same for all batches of a run. train: the iterator of training batches (`next`, `state`,
+  `restore`). val_domain: of the first set.
   """
 
   def __init__(self, parts: Sequence[Units], train: TrainIterator, val_domain: str, seed: int):

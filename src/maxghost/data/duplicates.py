@@ -13,7 +13,7 @@ from maxghost.config import ConfigError
 from maxghost.config.files import write_text
 from maxghost.config.values import import_package
 from maxghost.data.hashing import content_hashes
-from maxghost.data.sources.base import CorruptError, Source, id_hash
+from maxghost.data.sources.base import Source, id_hash
 from maxghost.data.types import DocumentId
 
 _SHINGLE_WORDS, _PERMUTATIONS = 8, 128  # the standard error of a similarity is then at most 0.09
@@ -119,11 +119,7 @@ def _hashes_of(records: dict[str, int], source: Source, said: str) -> tuple[list
     raise ConfigError(f"{said} has ids of records, but the records of the data have no id")
   place, found, hashes = source.fields.index("id"), set(), []
   for index in range(len(source)):
-    try:
-      name = source.document_fields(index)[place]
-    except CorruptError:  # reported when its text is read
-      continue
-    if name in records:
+    if (name := source.document_fields(index)[place]) in records:
       found.add(name)
       hashes.append(int(source.id_hashes(np.array([index]))[0]))
   return hashes, [name for name in records if name not in found]

@@ -1,8 +1,7 @@
 """Writes a prepared corpus: several processes tokenize a source, part by part.
 
 A part is a range of the source's documents and becomes one ArrayRecord shard. Its columns and its manifest (counts and
-the shard's SHA-256) are written last, so after an interrupt only parts without a manifest are written again. When all
-parts are complete, their columns are joined into the index.
+checksums) are written last; after an interrupt parts without them are written again. At the end, columns are joined.
 """
 
 import itertools
@@ -55,9 +54,8 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
             progress: Callable[[dict], None] = lambda manifest: None) -> dict:  # fmt: skip
   """Tokenizes a source into a folder, whose complete parts are kept; returns the JSON part of the index.
 
-  cfg: states the tokenizer and what to do with corrupt documents. part_bytes: approximate text of a part. progress:
-  called with the manifest of each complete part. Raises ConfigError when the folder holds another corpus, or a document
-  is corrupt and on_corrupt is "error".
+  part_bytes: approximate text of a part. progress: called with the manifest of each complete part. Raises ConfigError
+  when the folder holds another corpus, or a document is corrupt and on_corrupt is "error".
   """
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))
@@ -89,14 +87,15 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
 
 
 def _manifest(job: Job, part: int) -> dict | None:
-  """A part's manifest if its files exist and the shard has its full size; else None."""
+  """A part's manifest if its columns are as they were written and the shard has its full size; else None."""
   base = job.folder / "parts" / f"{part:05d}"
   try:
     manifest = check_seal(json.loads(base.with_suffix(".json").read_text(encoding="utf-8")))
     same = (job.folder / "shards" / manifest["name"]).stat().st_size == manifest["size"]
-  except (OSError, ValueError):
+    same &= manifest.get("columns", "") in ("", sha256(base.with_suffix(".npz")))  # "": of an earlier version
+  except (KeyError, OSError, ValueError):
     return None
-  return manifest if same and base.with_suffix(".npz").is_file() else None
+  return manifest if same else None
 
 
 def verify(folder: str) -> list[str]:
@@ -182,9 +181,9 @@ def _write_part(job: Job, part: int) -> dict:
   with write_whole(base.with_suffix(".npz")) as file:
     np.savez(file, **arrays, paths=np.array(json.dumps(list(paths))))
   os.replace(scratch, shard)
-  manifest = {"name": shard.name, "sha256": sha256(shard), "size": shard.stat().st_size,
-              "blocks": len(arrays["block_first"]), "documents": len(lengths), "tokens": sum(lengths),
-              "bytes": int(arrays["num_bytes"].sum()), **counts}  # fmt: skip
+  manifest = {"name": shard.name, "sha256": sha256(shard), "size": shard.stat().st_size, "tokens": sum(lengths),
+              "blocks": len(arrays["block_first"]), "documents": len(lengths), **counts,
+              "bytes": int(arrays["num_bytes"].sum()), "columns": sha256(base.with_suffix(".npz"))}  # fmt: skip
   write_text(base.with_suffix(".json"), json.dumps(sealed(manifest)))
   return manifest
 

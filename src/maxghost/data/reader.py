@@ -13,15 +13,12 @@ from maxghost.data.types import Batch
 from maxghost.data.windows import Windows, row_domains
 
 _STATE_VERSION = 1
-_EMPTY_WINDOWS = 1000  # consecutive ones that can still happen by chance
+_EMPTY_EPOCHS = 20  # per lane: one of few documents may get none to train on in some epochs, by chance
 
 
 class Cursor:
-  """A position in a lane of a stream, which has no end.
-
-  workers: make the next window ahead: a pool of threads, or the number of Grain's processes. counts: the counts of each
-  window are added to these when the window is begun.
-  """
+  """A position in a lane of a stream, which has no end. workers: make the next window ahead: a pool of threads, or the
+  number of Grain's processes. counts: the counts of each window are added to these when the window is begun."""
 
   def __init__(self, stream: Windows, lane: int, workers: ThreadPoolExecutor | int, counts: Counter[str]):
     self._stream, self._lane, self._workers, self._counts = stream, lane, workers, counts
@@ -60,8 +57,7 @@ class Cursor:
         return self._rows, self.place
       empty += not len(self._rows)
       self._rows, self.place = None, (*self._stream.after(self._lane, epoch, window), 0)
-      # A lane of few documents may get no training document in some epochs, but not in all of them.
-      if empty > 2 * self._stream.num_windows(self._lane) + _EMPTY_WINDOWS:
+      if empty > (2 + _EMPTY_EPOCHS * self._stream.num_lanes) * self._stream.num_windows(self._lane):
         said = f"there is nothing to train on in {self._stream.name or 'the data'}: every document is held out for"
         raise ConfigError(f"{said} validation, empty or left out; use a smaller ghost_val_fraction or more data")
 
@@ -77,9 +73,8 @@ class Cursor:
 class TrainIterator(Iterator[Batch]):
   """Batches of one shard of the global batch, whose rows come from the lanes in order, the same number from each.
 
-  Concatenated, the shards' batches are the batch of a single process. counts: documents, bytes, tokens, rows, and the
-  empty, copied and corrupt documents, over the windows that this process began. mixture_domains: the domains whose
-  shares of the rows can be changed; empty where the data is not a mixture by weights.
+  counts: documents, bytes, tokens, rows, and the empty, copied and corrupt documents, over the windows that it began.
+  mixture_domains: the domains whose shares can be changed; empty where the data is not a mixture by weights.
   """
 
   def __init__(self, streams: list[Windows], weights: Sequence[float] | None, identity: dict, *, rows_per_lane: int,
@@ -98,12 +93,10 @@ class TrainIterator(Iterator[Batch]):
     self.mixture_domains = () if weights is None else tuple(stream.name for stream in streams)
 
   def schedule_mixture(self, changes: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-    """Sets the shares of the domains: [(b, {domain: share})], each from batch b of the run on.
+    """Sets the shares of the domains: [(b, {domain: share})], each from batch b of the run on, in order of b.
 
-    The list holds all changes of the run in order of b; a later call may extend it. `state()` does not contain it: the
-    caller saves the changes and passes them again after `restore`.
-
-    Raises ConfigError where dataset_mixture has no shares, ValueError for a change at a batch that was drawn already.
+    A later call may extend the list. `state()` does not contain it: the caller passes it again after `restore`. Raises
+    ConfigError where dataset_mixture has no shares, ValueError for a change at a batch that was drawn already.
     """
     if self._weights is None:
       raise ConfigError("the shares of the domains can only be changed with shares in dataset_mixture")

@@ -45,7 +45,6 @@ class Writer:
     self._record = np.dtype([*fields, (IDS, token_dtype(vocab_size), (num_entries,))])
     self._folder, self._files, self._known = folder, [], set()
     self._shard: list[np.ndarray] = []  # records that are not written yet
-    self._shard_bytes = 0  # of these
 
   def lacks(self, arrays: Mapping[str, np.ndarray]) -> bool:
     """Whether a segment of the batch is not there yet."""
@@ -64,14 +63,13 @@ class Writer:
       records["begins"][0] = True
       self._known.add(key)
       self._shard.append(records)
-      self._shard_bytes += records.nbytes
-    if self._shard_bytes >= _SHARD_BYTES:
+    if sum(records.nbytes for records in self._shard) >= _SHARD_BYTES:
       self._flush()
 
   def _flush(self) -> None:
     self._files.append(self._folder / f"tokens-{len(self._files):05d}.npy")
     np.save(self._files[-1], np.concatenate(self._shard))
-    self._shard, self._shard_bytes = [], 0
+    self._shard = []
 
   def close(self, about: Mapping[str, Any]) -> tuple[int, int]:
     """Writes the index. about: what it says of the logits, as JSON values. Returns (segments, bytes)."""

@@ -176,12 +176,12 @@ class Windows:
   order: the stream's units by position. window_bytes: approximate text of a window."""
 
   def __init__(self, units: Units, order: Order, *, name: str, seed: int, num_lanes: int, window_bytes: int):
-    self.units, self._order, self.name, self.seed, self._num_lanes = units, order, name, seed, num_lanes
+    self.units, self._order, self.name, self.seed, self.num_lanes = units, order, name, seed, num_lanes
     self._units_per_window = max(1, window_bytes // units.mean_bytes(order.all_units))
 
   def _num_units(self, lane: int) -> int:
     """Units of a lane per epoch, including those of held-out documents."""
-    return len(range(lane, len(self._order), self._num_lanes))
+    return len(range(lane, len(self._order), self.num_lanes))
 
   def num_windows(self, lane: int) -> int:
     return -(-self._num_units(lane) // self._units_per_window)
@@ -194,7 +194,7 @@ class Windows:
     """The rows of a window, none when all documents are held out or empty, and counts of what was read."""
     first = window * self._units_per_window
     place = np.arange(first, min(first + self._units_per_window, self._num_units(lane)))
-    encoded, counts = self.units.encode(self._order.units(epoch, place * self._num_lanes + lane))
+    encoded, counts = self.units.encode(self._order.units(epoch, place * self.num_lanes + lane))
     seeds = (text_hash("window", self.name), self.seed, lane, epoch, window)
     rows = pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
     return rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())}
@@ -204,8 +204,7 @@ class Windows:
     import grain  # imports JAX, which nothing else in this package needs
     from absl import flags
 
-    if not flags.FLAGS.is_parsed():
-      flags.FLAGS.mark_as_parsed()  # Grain reads its absl flags, which keep their defaults
+    flags.FLAGS.mark_as_parsed()  # Grain reads its absl flags, which keep their defaults
     per_epoch = self.num_windows(lane)
     numbers = grain.MapDataset.range(epoch * per_epoch + window, 1 << 40)
     dataset = numbers.map(lambda number: self.make(lane, *divmod(int(number), per_epoch)))

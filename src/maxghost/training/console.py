@@ -2,8 +2,9 @@
 
 import json
 import math
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -89,9 +90,22 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
     lines.append(f"ghost: {scores} against {against}, schedule {ghost.ghost_schedule}")
     if ghost.ghost_curvature == "secant":
       lines.append(f"ghost_curvature=secant: {of_first_order(ghost)}")
+  lines += repeated_rows(cfg, plan.layout.num_devices, dataset)
   if file := cfg.parallel.compiled_trainstep_file:
     lines.append(f"compiled_trainstep_file={file} is for train_compile, which writes it; a run compiles its own step")
   return [*lines, f"run directory: {path}"]
+
+
+def repeated_rows(cfg: Config, num_devices: int, dataset) -> Iterator[str]:
+  """A line for each key that asks for more held-out rows than there are."""
+  scored, batch = cfg.ghost.ghost_val_batch_size, cfg.data.per_device_batch_size * num_devices
+  many = cfg.run.eval_steps if cfg.run.eval_interval > 0 else 0
+  asked = [(domain, scored, f"ghost_val_batch_size={scored}") for domain in cfg.val_sets.values()]
+  asked.append((dataset.val_domain, many * batch, f"eval_steps={many} batches of {batch} rows"))
+  for domain, wanted, said in asked:
+    rows = dataset.validation_rows(domain)
+    if wanted > (there := len(rows) * (1 if rows.partner is None else 2)):
+      yield f"{said}: domain '{domain}' has {there:,} held-out rows, so some count more than once"
 
 
 def of_first_order(ghost: GhostConfig) -> str:
@@ -113,7 +127,8 @@ def interrupted_lines(cfg: Config, completed_steps: int, path: Path, signal: str
     return [f"{stopped}; not saved, because checkpoint_period=0"]
   folder = path / CHECKPOINTS / str(completed_steps)  # missing if this run has not completed a step of its own
   saved = f"saved in {folder}" if folder.is_dir() else "nothing to save"
-  return [f"{stopped}; {saved}", f"The same command continues it, or: python -m maxghost.train {path / CONFIG_FILE}"]
+  again = shlex.join(["python", "-m", "maxghost.train", str(path / CONFIG_FILE)])
+  return [f"{stopped}; {saved}", f"The same command continues it, or: {again}"]
 
 
 def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
@@ -133,7 +148,7 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
     likely = f" (perplexity {last['eval/avg_perplexity']:.3f})" if "eval/avg_perplexity" in last else ""
     lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f}{likely}")
   lines += [ghost_line(records, name) for name in plan.cfg.val_sets]
-  return [*lines, f"Report: python -m maxghost.report {path}"]
+  return [*lines, f"Report: python -m maxghost.report {shlex.quote(str(path))}"]
 
 
 def ghost_line(records: list[dict], name: str) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxghost.config import ConfigError, DataConfig
+from maxghost.config import DataConfig
 from maxghost.data.sources.base import CorruptError, columns_of, left_out, read_all, utf8
 from maxghost.data.sources.files import CorpusFile
 from maxghost.data.sources.records import RECORD, Opened, RecordSource, Shard
@@ -21,18 +21,15 @@ TEXT, JSON, EXAMPLE = "plain text", "JSON objects", "tf.train.Example"
 def load(files: Sequence[CorpusFile], cfg: DataConfig) -> RecordSource:
   readers, shards, notes, formats = Opened(open_reader, OPEN_FILES), [], [], {}
   for file in files:
+    count, kind = 0, TEXT
     try:
       count = readers.get(file.path).num_records()
+      kind = _format(readers, file.path, count, cfg.train_data_columns)
+      formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
     except CorruptError as error:
       notes.append(left_out(error, cfg.on_corrupt))
-      continue
-    kind = _format(readers, file.path, count, cfg.train_data_columns)
-    formats[f"{file.domain}: records of its ArrayRecord files are read as {kind}"] = None
     read, place = functools.partial(_read, readers, file.path, kind), functools.partial(RECORD, file.path)
     shards.append(Shard(file.domain, file.name, file.fingerprint, count, read, place, kind == TEXT))
-  for domain in dict.fromkeys(file.domain for file in files):
-    if not any(shard.domain == domain for shard in shards):
-      raise ConfigError(f"domain '{domain}' has no documents: none of its files can be read")
   return RecordSource(shards, cfg, [*notes, *formats])
 
 

@@ -23,11 +23,9 @@ class Kept(tuple[str, ...]):
 
 
 class CorruptError(ValueError):
-  """A document or file cannot be read. The text is one line: the file, the place in it and the reason.
-
-  where: returns the place, if `said` is only the reason. It is called when the text is shown or leaves the process,
-  because finding the line number of a document takes as long as reading the file.
-  """
+  """A document or file cannot be read. The text is one line: the file, the place in it and the reason. where: returns
+  the place, if `said` is only the reason. It is called when the text is shown or leaves the process, because finding
+  the line number of a document takes as long as reading the file."""
 
   def __init__(self, said: str, where: Callable[[], str] | None = None):
     super().__init__(said, where)
@@ -44,9 +42,8 @@ class Source(Protocol):
   """Random access to documents; has the shape of `grain.sources.RandomAccessDataSource`.
 
   domains: names in a fixed order. fingerprint: changes when the data behind the source changes. files: fingerprint of
-  each file; empty for a source without files of its own. num_bytes: total text bytes (an estimate where the format does
-  not record them). notes: lines to show the user, such as files left out. fields: names of what the score log keeps of
-  each record (`document_fields`).
+  each file; empty for a source without files of its own. num_bytes: of all text (an estimate where the format does not
+  record them). notes: lines to show the user. fields: what the score log keeps of each record (`document_fields`).
   """
 
   domains: tuple[str, ...]
@@ -71,7 +68,7 @@ class Source(Protocol):
     return self.document_id(index).shown
 
   def document_fields(self, index: int) -> tuple[str, ...]:
-    """The texts of `fields` of a document. Raises CorruptError."""
+    """The texts of `fields` of a document. Raises ConfigError for one that cannot be read, or gives empty ones."""
     return ("",) * len(self.fields)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
@@ -208,16 +205,16 @@ def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tupl
   """Those of `train_data_columns` to read from `owner`, which has the columns `known`. Raises ConfigError."""
   known = tuple(known)
   found = tuple(name for name in columns if name in known)
-  if not found or not isinstance(columns, Kept):
+  if not isinstance(columns, Kept):
     check_known("train_data_columns", columns, known, owner)
+  elif not found:
+    raise ConfigError(f"{owner} has {', '.join(known) or 'no fields'}; its records need one of {', '.join(columns)}")
   return found
 
 
 def join_columns(where: Callable[[], str], record: Any, columns: Sequence[str]) -> bytes:
-  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. Raises CorruptError.
-
-  where: gives the place of the record for a message, which may take as long as reading the file.
-  """
+  """A record's text columns joined by line ends, null as empty; of `Kept` columns their JSON. where: gives the place
+  of the record for a message, which may take as long as reading the file. Raises CorruptError."""
   values, record = [], record if isinstance(record, dict) else {}
   if isinstance(columns, Kept):
     kept = {column: record[column] for column in columns if record.get(column) is not None}

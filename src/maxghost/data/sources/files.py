@@ -35,7 +35,8 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kin
   for domain, globs in by_domain.items():
     paths = set()
     for pattern in globs:
-      files = {os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
+      matches = glob.glob(pattern, recursive=True) or [pattern]  # a file's own name may hold brackets
+      files = {os.path.abspath(path) for path in matches if os.path.isfile(path)}
       if not files:
         why = _of_folder(pattern, kind) if os.path.isdir(pattern) else f"no file matches {pattern}"
         raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")

@@ -67,7 +67,7 @@ class RecordSource(Source):
     self.domains, self.notes = tuple(dict.fromkeys(shard.domain for shard in shards)), tuple(notes)
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
     self.fingerprint = f"{text_hash(*itertools.chain(*self.files.items())):016x}"
-    self._shards, self._columns, self._index, self._exact = shards, cfg.train_data_columns, index, exact
+    self._shards, self._cfg, self._index, self._exact = shards, cfg, index, exact
     self._ends = np.cumsum([shard.count for shard in shards], dtype=np.int64)
     self._domain_number = np.array([self.domains.index(shard.domain) for shard in shards], np.int64)
     self._shard_hash = np.array([text_hash(shard.domain, shard.name) for shard in shards], np.uint64)
@@ -116,8 +116,9 @@ class RecordSource(Source):
     return shard.place(offset)
 
   def document_fields(self, index: int) -> tuple[str, ...]:
-    record = self._record(index, self._fields) if self._fields else {}
-    return tuple(as_text(record.get(field)) for field in self._fields.values())
+    read = lambda _: [self._record(index, self._fields)]  # noqa: E731
+    (record,) = base.read_or_skip(read, np.array([index]), self._cfg.on_corrupt) if self._fields else ({},)
+    return tuple(as_text((record or {}).get(field)) for field in self._fields.values())
 
   def __len__(self) -> int:
     return int(self._ends[-1])
@@ -148,7 +149,7 @@ class RecordSource(Source):
     sizes = offsets if self._index is None else self._index[1][indices]
 
     def read(number: int, places: np.ndarray) -> list[bytes]:
-      return self._shards[number].texts(offsets[places].tolist(), sizes[places].tolist(), self._columns)
+      return self._shards[number].texts(offsets[places].tolist(), sizes[places].tolist(), self._cfg.train_data_columns)
 
     return read_by_shard(numbers, offsets, read)
 

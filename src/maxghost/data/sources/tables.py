@@ -27,8 +27,7 @@ def load(cfg: DataConfig) -> RecordSource:
   """Documents of `domain=folder or name` (hf) or `domain=dataset/config:version` (tfds). Raises ConfigError.
 
   Without `domain=` the domain is the folder's or the dataset's name. A folder of hf was written by `save_to_disk`, or
-  holds Parquet, JSON or text files as `datasets.load_dataset` reads them; anything else is `owner/name:config` of a
-  dataset on the Hugging Face hub, which is downloaded. With dataset_domain_bytes the first documents are streamed.
+  holds Parquet, JSON or text files; anything else is `owner/name:config` on the Hugging Face hub.
   """
   kind, shards = cfg.dataset_type, []
   opened = Opened(_open_hf if kind == "hf" else _open_tfds, None)
@@ -64,7 +63,8 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     table = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(*arguments, streaming=cap > 0)
   except Exception as error:  # the library raises many kinds
     hub = "" if folder.is_dir() else " (there is no such folder; on the hub)"
-    raise ConfigError(f"dataset_files={path} cannot be read{hub}: {type(error).__name__}: {error}") from error
+    said = f"{type(error).__name__}: {error.__cause__ or error}"  # the library hides a broken line behind its own error
+    raise ConfigError(f"dataset_files={path} cannot be read{hub}: {said}") from error
   if isinstance(table, (datasets.DatasetDict, datasets.IterableDatasetDict)):
     _check_split(path, split, table)
     table = table[split]

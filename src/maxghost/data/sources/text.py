@@ -37,10 +37,9 @@ _PACKED = (".gz", ".zst")
 def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: bool = True, own=False) -> RecordSource:
   """The documents of text files, given by domain. Raises ConfigError for one that cannot be read as `cfg` says.
 
-  cap: each domain's first documents are taken, up to this many bytes together; 0 = all. whole: all compressed files
-  must fit into memory together, since training reads them in random order; False: only the one read last is kept, which
-  is enough for `prepare`. own: the field `domain` of a record is its domain, in place of its file's; `dataset_domains`
-  chooses among these.
+  cap: each domain's first documents are taken, up to this many bytes together; 0 = all. whole: compressed files must
+  fit into memory together, since training reads them in random order; False: only the one read last is kept. own: the
+  field `domain` of a record is its domain, in place of its file's; `dataset_domains` chooses among these.
   """
   kinds = [_kind(file.path, cfg.train_data_columns) for file in files]
   if cap and PARQUET in kinds:
@@ -161,7 +160,9 @@ def _index_text(opened: Opened, path: str, kind: str, columns: tuple[str, ...]) 
   if len(starts):
     with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):  # named when it is read
       record = json.loads(view[starts[0] : starts[0] + sizes[0]].tobytes())
-      base.columns_of(columns, tuple(record) if isinstance(record, dict) else (), path)
+      if not isinstance(record, dict):
+        raise ConfigError(f"{_place(opened, path, kind, starts[0])}: no JSON object; write one per line")
+      base.columns_of(columns, tuple(record), path)
   return starts, sizes
 
 
@@ -200,20 +201,21 @@ class _Parquet:
     parquet = import_package("pyarrow.parquet", path)
     try:
       self.file = parquet.ParquetFile(path)
+      self.names = tuple(self.file.schema_arrow.names)
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and more
       raise base.CorruptError(f"{path} is no readable Parquet file: {error}") from error
-    metadata = self.file.metadata
-    self.groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    self.groups = [self.file.metadata.row_group(n) for n in range(self.file.metadata.num_row_groups)]
     self._path, self._ends = path, np.cumsum([group.num_rows for group in self.groups], dtype=np.int64)
-    self.names, self._in_order = tuple(self.file.schema_arrow.names), num_groups == 1
-    self._columns = functools.lru_cache(num_groups)(self._read)
+    self._columns, self._in_order = functools.lru_cache(num_groups)(self._read), num_groups == 1
 
   def row(self, number: int, names: tuple[str, ...]) -> dict[str, Any]:
     """{column: value, None for one that is not in `names`}. Raises CorruptError."""
     first, columns = self._columns(int(np.searchsorted(self._ends, number, side="right")), names)
-    values = {name: column[number - first] for name, column in columns.items()}
-    if not self._in_order:
-      values = {name: value.as_py() for name, value in values.items()}
+    try:
+      values = {name: column[number - first] for name, column in columns.items()}
+      values = {name: value.as_py() if hasattr(value, "as_py") else value for name, value in values.items()}
+    except (IndexError, UnicodeDecodeError) as error:
+      raise base.CorruptError(f"{self._path}, row {number}: {error}") from error
     return dict.fromkeys(self.names) | values
 
   def _read(self, group: int, names: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
@@ -224,15 +226,17 @@ class _Parquet:
     except Exception as error:  # as above
       raise base.CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
     columns = dict(zip(table.column_names, table.columns, strict=True))
-    return first, {name: x.to_pylist() for name, x in columns.items()} if self._in_order else columns
+    with contextlib.suppress(UnicodeDecodeError):  # then row by row, which names the one
+      columns = {name: x.to_pylist() for name, x in columns.items()} if self._in_order else columns
+    return first, columns
 
 
 def _index_rows(tables: tuple, path: str, _: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
   """Row numbers, and the mean size of the columns in a row, from the file's footer. Raises ConfigError for a column."""
   parquet = tables[0].get(path)
   columns, rows = base.columns_of(columns, parquet.names, path), parquet.file.metadata.num_rows
-  chunks = [group.column(number) for group in parquet.groups for number in range(group.num_columns)]
-  total = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
+  read = [n for n, one in enumerate(parquet.file.schema) if {one.path, one.path.split(".")[0]} & {*columns}]
+  total = sum(group.column(number).total_uncompressed_size for group in parquet.groups for number in read)
   return np.arange(rows, dtype=np.int64), np.full(rows, max(1, total // max(1, rows)), np.int64)
 
 
