@@ -192,6 +192,19 @@ def test_the_index_ranks_by_whitened_blocks_and_knows_nats(directions, tmp_path)
   assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998
 
 
+def test_an_open_index_stays_as_it_was_while_it_is_written_again(tmp_path):
+  """Its sketches are mapped into memory; a file that was cut short in place would end the reader with a bus error."""
+
+  def write(sketch):
+    held = index.Shrunk()
+    held.add(np.array([[sketch]]))
+    return tmp_path / held.save(tmp_path, 7)[0]
+
+  mapped = np.load(write([3.0, 4.0]), mmap_mode="r")
+  again = np.load(write([-3.0, 4.0]))
+  assert mapped.ravel().tolist() == [76, 102] and again.ravel().tolist() == [-76, 102]
+
+
 def test_words_are_bm25_and_orders_are_fused(tmp_path):
   texts = ["Ulm on the river", "the river, the RIVER", "", "a" * 9, "Ulm"]
   words.write(tmp_path, enumerate(texts), len(texts))
