@@ -58,8 +58,6 @@ class Shrunk:
 
   def add(self, sketch_NMR: np.ndarray) -> None:
     norm_NM, unit_NMR = _parted(sketch_NMR)
-    if not np.isfinite(norm_NM).all():
-      raise ConfigError("a gradient of the corpus is not finite; the checkpoint's weights may have diverged")
     self._moment_MRR = self._moment_MRR + np.matmul(unit_NMR.transpose(1, 2, 0), unit_NMR.swapaxes(0, 1))
     self._norms.append(norm_NM)
     shrunk = np.rint(unit_NMR * (127 / _peak(sketch_NMR.shape[-1])))
@@ -158,6 +156,8 @@ class Index:
         part_NMR = part_NMR * (more["norm_NM"][chunks, :, None] * np.float32(_peak(size) / 127))
       part_GND, sketch_GQD = self._grouped(part_NMR), self._grouped(sketch_QMR)
       total = total + (sketch_GQD @ part_GND.swapaxes(1, 2)) * (self.groups / size)
+    if not np.isfinite(total).all():
+      raise ConfigError("the gradient of the query is not finite; the checkpoint's weights may have diverged")
     return np.moveaxis(total, 0, -1)
 
   def _grouped(self, sketch_NMR: np.ndarray) -> np.ndarray:

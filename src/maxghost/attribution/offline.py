@@ -111,7 +111,9 @@ def build_index(
     for batch in map(sketcher.prepare, corpus.batches(num_rows)):
       sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
       kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
-      held.add(sketch_BSMR[kept_BS])
+      if not np.isfinite(sketch_NMR := sketch_BSMR[kept_BS]).all():
+        raise ConfigError("a gradient of the corpus is not finite; the checkpoint's weights may have diverged")
+      held.add(sketch_NMR)
       parts.append([x[kept_BS] for x in (batch.document_BS, batch.offset_BS, batch.end_BS, tokens_BS)])
     if not (chunks := np.concatenate(parts, 1).T.tolist()):  # document, begin, end and tokens of each
       raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
