@@ -104,7 +104,9 @@ def test_each_token_is_a_query_of_its_own_and_they_add_up(cfg, tmp_path):
       for key, gradient in documents.items():
         expected[key] = expected[key] + factor * token_AP @ gradient
       logp_A = -np.asarray(losses)
+    cut = sources.of_answer(prompt, ids_of(sources, "né")[:2])
   assert "".join(token["text"] for token in found["tokens"]) == ANSWER
+  assert [token["text"] for token in cut["tokens"]] == ["n", "\ufffd"], "as `maxghost generate` shows it"
   np.testing.assert_allclose([token["logp"] for token in found["tokens"]], logp_A, rtol=1e-4)
   assert len(found["documents"]) == len(expected) > len(TEXTS)
   for one in found["documents"]:
