@@ -74,10 +74,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _holds_others(folder: Path) -> bool:
-  """Whether a folder, such as that of a run, has files but no sketches; an index would overwrite its config.yml."""
+  """Whether a folder has files but no sketch, whole or half written; an index would overwrite a run's config.yml."""
   if not folder.is_dir():
     return folder.exists()
-  return any(folder.iterdir()) and not any(folder.glob("sketch_*.npy"))
+  return any(folder.iterdir()) and not any(folder.glob("*sketch_*.npy*"))
 
 
 @guarded("maxghost")

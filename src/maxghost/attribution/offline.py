@@ -102,7 +102,8 @@ def build_index(
   whose response queries are passed through. `index.json`: the rest. method: one of METHODS.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
+  for path in (folder / "index.json", *folder.glob(".*.tmp")):  # written last: without it the index is incomplete
+    path.unlink(missing_ok=True)
   sketcher = METHODS[method](cfg, corpus.layout, num_rows, num_directions)
   step_batch, names, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   for point in points:

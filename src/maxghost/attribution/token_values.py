@@ -78,8 +78,7 @@ def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[st
     size += len(raw)
     if size > SHOWN_CHARS:
       break
-    text += decoder.decode(raw, place == len(values))  # the chunk may end inside a character
-    total += float(value)
+    text, total = text + decoder.decode(raw, place == len(values)), total + float(value)  # it may end in a character
     if not decoder.getstate()[0]:
       pieces.append(text or END)
       sums.append(total)
