@@ -73,7 +73,7 @@ def naming(key: str, path: object) -> Iterator[None]:
     problems = (one if setting in one else f"{setting}: {one.removeprefix(f'{path}: ')}" for one in error.problems)
     raise type(error)(*problems) from error
   except OSError as error:
-    if key or not error.filename:
+    if error.strerror and (key or not error.filename):
       error.filename = ": ".join(str(part) for part in (setting or path, error.filename) if part)
     raise
 
