@@ -74,10 +74,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _holds_others(folder: Path) -> bool:
-  """Whether a folder, such as that of a run, has files but no sketches; an index would overwrite its config.yml."""
+  """Whether a folder has files but no sketch, whole or half written; an index would overwrite a run's config.yml."""
   if not folder.is_dir():
     return folder.exists()
-  return any(folder.iterdir()) and not any(folder.glob("sketch_*.npy"))
+  return any(folder.iterdir()) and not any(folder.glob("*sketch_*.npy*"))
 
 
 @guarded("maxghost")
@@ -233,9 +233,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   written = about["method"]
   if args.method not in ("", written):
     raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
-  unit, way = offline.UNIT, f"direction {about['direction']}"
-  if written == LESS:
-    unit, way = offline.LESS_UNIT, "LESS"
+  unit, way = (offline.LESS_UNIT, "LESS") if written == LESS else (offline.UNIT, f"direction {about['direction']}")
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
@@ -253,9 +251,8 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   print(f"\nranked by {by}; ± is the standard error; = marks ranks by nats that it does not tell apart")
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
-    about = {key: about[key] for key in ("direction", "directions", "checkpoints")}
-    about |= {"unit": unit, "method": written}
-    write_output(args.output, json.dumps(about | {"queries": found}, ensure_ascii=False, indent=1) + "\n")
+    said = {key: about[key] for key in ("direction", "directions", "checkpoints", "method")} | {"unit": unit}
+    write_output(args.output, json.dumps(said | {"queries": found}, ensure_ascii=False, indent=1) + "\n")
   return 0
 
 

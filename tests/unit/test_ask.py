@@ -104,7 +104,9 @@ def test_each_token_is_a_query_of_its_own_and_they_add_up(cfg, tmp_path):
       for key, gradient in documents.items():
         expected[key] = expected[key] + factor * token_AP @ gradient
       logp_A = -np.asarray(losses)
+    cut = sources.of_answer(prompt, ids_of(sources, "né")[:2])
   assert "".join(token["text"] for token in found["tokens"]) == ANSWER
+  assert [token["text"] for token in cut["tokens"]] == ["n", "\ufffd"], "as `maxghost generate` shows it"
   np.testing.assert_allclose([token["logp"] for token in found["tokens"]], logp_A, rtol=1e-4)
   assert len(found["documents"]) == len(expected) > len(TEXTS)
   for one in found["documents"]:
@@ -190,6 +192,19 @@ def test_the_index_ranks_by_whitened_blocks_and_knows_nats(directions, tmp_path)
   found = opened.scores([asked])
   np.testing.assert_allclose(found, expected, atol=0.2 * expected.std())
   assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998
+
+
+def test_an_open_index_stays_as_it_was_while_it_is_written_again(tmp_path):
+  """Its sketches are mapped into memory; a file that was cut short in place would end the reader with a bus error."""
+
+  def write(sketch):
+    held = index.Shrunk()
+    held.add(np.array([[sketch]]))
+    return tmp_path / held.save(tmp_path, 7)[0]
+
+  mapped = np.load(write([3.0, 4.0]), mmap_mode="r")
+  again = np.load(write([-3.0, 4.0]))
+  assert mapped.ravel().tolist() == [76, 102] and again.ravel().tolist() == [-76, 102]
 
 
 def test_words_are_bm25_and_orders_are_fused(tmp_path):

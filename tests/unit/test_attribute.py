@@ -377,6 +377,27 @@ def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
   assert [c["tied"] for c in chunks] == [False, True], "tied with one that is not shown"
   with pytest.raises(ConfigError, match="step 3 had other weights"):
     ask(points=iter([Point(3, None, "y")]), top=2)
+  ones.respond = lambda *_: (None, 1.0, np.full((1, 1, 50), np.nan, np.float32))
+  with pytest.raises(ConfigError, match="gradient of the query is not finite"):
+    ask(points=iter([Point(3, None, "x")]), top=2, by="nats")
+
+
+@pytest.mark.parametrize("method", offline.METHODS)
+def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, tmp_path, monkeypatch):
+  def sketch(_, __, arrays):
+    return np.full((*arrays["shape"], 1, 2), np.nan), np.ones(arrays["shape"], int)
+
+  shaped = lambda batch: dataclasses.replace(batch, arrays={"shape": batch.document_BS.shape})  # noqa: E731
+  broken = SimpleNamespace(prepare=shaped, respond=lambda *_: (None,), sketch=sketch)
+  monkeypatch.setitem(offline.METHODS, method, lambda *_: broken)
+  with pytest.raises(ConfigError, match="gradient of the corpus is not finite"):
+    offline.build_index(CFG, iter([Point(3, None, "x")]), corpora[0], tmp_path, 2, 2, 2, method)
+  assert not any(tmp_path.iterdir())
+  (tmp_path / ".sketch_3.npy.17.tmp").touch()  # of a command that was killed while it wrote
+  assert not attribute._holds_others(tmp_path)
+  with pytest.raises(ConfigError, match="gradient of the corpus is not finite"):
+    offline.build_index(CFG, iter([Point(3, None, "x")]), corpora[0], tmp_path, 2, 2, 2, method)
+  assert not any(tmp_path.iterdir())
 
 
 def test_the_texts_of_an_answer_are_found_also_if_the_run_keeps_fields_of_its_records(tmp_path):

@@ -153,6 +153,8 @@ def test_where_reads_quotes_and_spaces(run_dir):
     ("path", "~", "x=*"),
     ("loss", ">=", 1e-3),
   ]
+  (bracketed,) = Where("path~notes[1]*").conditions
+  assert bracketed.holds(["notes[1].txt", "notes1.txt"]).tolist() == [True, False]
   (unclosed,) = Where("path='tis.txt").conditions
   assert unclosed.value == "'tis.txt"
 
@@ -374,6 +376,16 @@ def test_parquet_of_a_name_that_is_not_utf8(tmp_path):
   file = tmp_path / "answer.parquet"
   assert scores.main([str(tmp_path), "--by", "document", "--format", "parquet", "--output", str(file)]) == 0
   assert parquet.read_table(file)["path"].to_pylist() == ["caf?.txt"]
+
+
+def test_a_text_with_old_line_ends_stays_in_its_cell_of_csv(tmp_path, capsys):
+  writer, path = Writer(tmp_path), "one\rtwo"
+  writer.append({"step": 0}, {name: [1] for name in ("tokens", "loss", "dot", "contribution")}, [("a", path, 0)])
+  writer.close()
+  assert scores.main([str(tmp_path), "--by", "document", "--format", "csv"]) == 0
+  text = capsys.readouterr().out
+  (row,) = csv.DictReader(io.StringIO(text, newline=""))
+  assert row["path"] == path and text.endswith("1.0\n") and "\r\n" not in text
 
 
 @pytest.mark.parametrize("path", ["=1+2", "+x", "-x", "@SUM(A1)", "\tx"])

@@ -16,7 +16,9 @@ import pytest
 
 from maxghost import config, train
 from maxghost.config import ConfigError
+from maxghost.config.files import write_text
 from maxghost.config.schema import ModelConfig
+from maxghost.scorelog import selection
 from maxghost.trackers import TensorBoard
 from maxghost.training import console, metrics, run_directory
 from maxghost.training.batches import NUM_AHEAD, Prefetcher
@@ -106,6 +108,20 @@ def test_the_log_goes_back_to_a_position(tmp_path):
   again.append({"step": 1, "a": 0.3})
   again.close()
   assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "a": 0.1}, {"step": 1, "a": 0.3}]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no device that is always full")
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path, monkeypatch):
+  log, lines = MetricsLog("/dev/full"), tmp_path / selection.FILE
+  lines.symlink_to("/dev/full")
+  calls = [lambda: log.append({"step": 0}), log.close, lambda: selection.append(tmp_path, 0, 2, [1])]
+  monkeypatch.setattr(os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+  whole = tmp_path / "whole.json"
+  for call, path in zip([*calls, lambda: write_text(whole, "x")], ["/dev/full"] * 2 + [lines, whole], strict=True):
+    with pytest.raises(OSError, match="No space left") as caught:
+      call()
+    assert caught.value.filename == str(path)
+  assert not whole.exists()
 
 
 def test_a_log_that_lost_records_is_refused(tmp_path):

@@ -74,11 +74,6 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, s
   return [f"{num_left_out} rows with a non-finite contribution were left out"] if num_left_out else []
 
 
-def domain_numbers(log: ScoreLog, shard) -> np.ndarray:
-  """int64 per domain of a file: its index among the log's sorted domains."""
-  return np.searchsorted(np.array(log.domains, np.str_), shard.texts("domain"))
-
-
 class GroupSums:
   """Accumulator for one grouping of GROUPINGS or a field. Memory grows with the number of groups, not of rows."""
 
@@ -97,9 +92,7 @@ class GroupSums:
     if not len(rows):
       return
     keys = [self._numbers[name][rows[name]] if name in self._texts else rows[name] for name in self._columns]
-    values = _values(rows)
-    if self._log.knows_in_all:
-      values = np.column_stack([values, self._log.in_all(rows)])
+    values = np.column_stack([_values(rows), self._log.in_all(rows)])
     self._parts.append(_reduce(np.stack(keys), values))
     merged, *fresh = (len(sums) for _, sums in self._parts)
     if sum(fresh) > max(MERGE_ROWS, merged):  # sooner would take quadratic time
@@ -122,8 +115,6 @@ class GroupSums:
       keys[name] = table.astype(object)[ranks[name]]
     exposures, tokens = sums[:, :2].T.astype(np.int64)
     per_set = [sums[:, start : start + num_sets] for start in range(4, sums.shape[1], num_sets)]
-    if not self._log.knows_in_all:
-      per_set = [*per_set[:2], np.full_like(per_set[0], np.nan)]
     groups = Groups(keys, exposures, tokens, sums[:, 2], sums[:, 3], *per_set)
     return groups.take(np.lexsort([ranks[name] for name in reversed(self._columns)]))
 
@@ -135,11 +126,11 @@ class TimeSums:
   """
 
   def __init__(self, log: ScoreLog, edges: np.ndarray):
-    self._log, self.domains, self.edges = log, log.domains, edges
+    self.domains, self.edges = log.domains, edges
     self.sums_CEDB = np.zeros((len(COLUMNS) - 1 + len(log.val_sets), NUM_PASSES, len(self.domains), len(edges) - 1))
 
   def add(self, shard, rows: np.ndarray):
-    domain = domain_numbers(self._log, shard)[rows["domain"]]
+    domain = np.searchsorted(np.array(self.domains, np.str_), shard.texts("domain"))[rows["domain"]]
     places = (np.clip(rows["epoch"], 0, NUM_PASSES - 1), domain, np.searchsorted(self.edges, rows["step"], "right") - 1)
     cell = np.ravel_multi_index(places, self.sums_CEDB.shape[1:])
     for total, values in zip(self.sums_CEDB, _values(rows).T, strict=False):

@@ -23,15 +23,14 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Batch, DocumentId
 
 BLOCK_DOCUMENTS = 4096  # packed at a time
-END = 2**62  # of a document, in bytes
+END = 2**62  # `end_BS` of a document's last chunk
 
 
 class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
   data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
-  Raises ConfigError for patterns and files that cannot be read. ends: {(document, first byte): byte behind, or END} of
-  the chunks around the last batch that was read.
+  Raises ConfigError for patterns and files that cannot be read.
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
@@ -90,10 +89,11 @@ class Corpus:
       indices = np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source)))
       if self._trained is not None:
         indices = indices[np.array([tuple(self.document_id(i)) in self._trained for i in indices.tolist()], bool)]
-      rows, order = (packed := self._rows(indices)), np.lexsort((packed.offset, packed.document))
-      number, begin = packed.document[order], packed.offset[order]
-      end = np.where(np.diff(number, append=-1) == 0, np.roll(begin, -1), END)
-      self.ends = dict(zip(zip(number.tolist(), begin.tolist(), strict=True), end.tolist(), strict=True))
+      rows = self._rows(indices)
+      order = np.lexsort((rows.offset, rows.document))
+      number, begin, end = rows.document[order], rows.offset[order], np.empty_like(order)
+      end[order] = np.where(np.diff(number, append=-1) == 0, np.roll(begin, -1), END)
+      rows = dataclasses.replace(rows, end=end)
       chosen = np.arange(len(rows))
       if self._chunks is not None:
         places = zip(rows.document.tolist(), rows.offset.tolist(), strict=True)
@@ -107,9 +107,8 @@ class Corpus:
 
   def sample(self, domain: str, num_rows: int) -> tuple[Batch, int]:
     """(batch of the domain's first rows, completed with empty rows; the total number of rows of the domain)."""
-    indices = np.arange(len(self.source))
-    number = self.source.domains.index(domain)
-    rows = self._rows(indices[self.source.domain_numbers(indices) == number][:BLOCK_DOCUMENTS])
+    number_N = self.source.domain_numbers(np.arange(len(self.source)))
+    rows = self._rows(np.flatnonzero(number_N == self.source.domains.index(domain))[:BLOCK_DOCUMENTS])
     if not len(rows):
       raise ConfigError(f"--queries: '{domain}' holds no text to query with")
     return self._filled(rows, np.arange(min(num_rows, len(rows))), num_rows), len(rows)

@@ -20,7 +20,7 @@ import numpy as np
 from maxghost.attribution import words
 from maxghost.attribution.words import Words
 from maxghost.config import ConfigError
-from maxghost.config.files import check_seal
+from maxghost.config.files import check_seal, write_whole
 from maxghost.data.hashing import changed_files
 
 VERSION = 5  # 5: where chunks end
@@ -34,6 +34,13 @@ _DAMPING = 0.1  # of C, in mean eigenvalues
 
 def files_of(step: int) -> tuple[str, str]:
   return f"sketch_{step}.npy", f"blocks_{step}.npz"
+
+
+def save(path: Path, arrays: np.ndarray | dict[str, np.ndarray]) -> str:
+  """Writes an `.npy` or `.npz` file whole and returns its name. A reader that has mapped an earlier one keeps it."""
+  with write_whole(path) as file:
+    np.savez(file, **arrays) if isinstance(arrays, dict) else np.save(file, arrays)
+  return path.name
 
 
 def _peak(num_directions: int) -> float:
@@ -51,8 +58,6 @@ class Shrunk:
 
   def add(self, sketch_NMR: np.ndarray) -> None:
     norm_NM, unit_NMR = _parted(sketch_NMR)
-    if not np.isfinite(norm_NM).all():
-      raise ConfigError("a gradient of the corpus is not finite; the checkpoint's weights may have diverged")
     self._moment_MRR = self._moment_MRR + np.matmul(unit_NMR.transpose(1, 2, 0), unit_NMR.swapaxes(0, 1))
     self._norms.append(norm_NM)
     shrunk = np.rint(unit_NMR * (127 / _peak(sketch_NMR.shape[-1])))
@@ -64,9 +69,8 @@ class Shrunk:
     even_MRR = np.trace(self._moment_MRR, axis1=1, axis2=2)[:, None, None] / size * np.eye(size)
     even_MRR = np.where(even_MRR.any((1, 2), keepdims=True), even_MRR, np.eye(size))  # of a block without gradients
     inverse_MRR = np.linalg.inv((self._moment_MRR + _DAMPING * even_MRR) / len(norm_NM)).astype(np.float32)
-    np.save(folder / files_of(step)[0], np.concatenate(self._units))
-    np.savez(folder / files_of(step)[1], norm_NM=norm_NM, inverse_MRR=inverse_MRR)
-    return [*files_of(step)]
+    sketches, blocks = (folder / name for name in files_of(step))
+    return [save(sketches, np.concatenate(self._units)), save(blocks, {"norm_NM": norm_NM, "inverse_MRR": inverse_MRR})]
 
 
 def _parted(sketch_NMR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,8 +90,7 @@ class Whole:
     self._parts.append(sketch_NMR)
 
   def save(self, folder: Path, step: int) -> list[str]:
-    np.save(folder / (name := files_of(step)[0]), np.concatenate(self._parts))
-    return [name]
+    return [save(folder / files_of(step)[0], np.concatenate(self._parts))]
 
 
 class Index:
@@ -153,6 +156,8 @@ class Index:
         part_NMR = part_NMR * (more["norm_NM"][chunks, :, None] * np.float32(_peak(size) / 127))
       part_GND, sketch_GQD = self._grouped(part_NMR), self._grouped(sketch_QMR)
       total = total + (sketch_GQD @ part_GND.swapaxes(1, 2)) * (self.groups / size)
+    if not np.isfinite(total).all():
+      raise ConfigError("the gradient of the query is not finite; the checkpoint's weights may have diverged")
     return np.moveaxis(total, 0, -1)
 
   def _grouped(self, sketch_NMR: np.ndarray) -> np.ndarray:

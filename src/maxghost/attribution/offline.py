@@ -102,39 +102,39 @@ def build_index(
   whose response queries are passed through. `index.json`: the rest. method: one of METHODS.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
+  for path in (folder / "index.json", *folder.glob(".*.tmp")):  # written last: without it the index is incomplete
+    path.unlink(missing_ok=True)
   sketcher = METHODS[method](cfg, corpus.layout, num_rows, num_directions)
-  step_batch, ids, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
-  names = ["step.npz", "ids.jsonl"]
+  step_batch, names, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   for point in points:
-    held, ids, spans = (index.Shrunk() if method == index.CONTRIBUTION else index.Whole()), [], []
+    held, parts = (index.Shrunk() if method == index.CONTRIBUTION else index.Whole()), []
     scale = sketcher.respond(point.state, step_batch, ())[0]
     for batch in map(sketcher.prepare, corpus.batches(num_rows)):
       sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
       kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
-      held.add(sketch_BSMR[kept_BS])
-      places = [*zip(*(x[kept_BS].tolist() for x in (batch.document_BS, batch.offset_BS, tokens_BS)), strict=True)]
-      spans += [(number, chunk, corpus.ends[number, chunk]) for number, chunk, _ in places]
-      ids += [[*corpus.document_id(number), chunk, tokens] for number, chunk, tokens in places]
-    if not ids:
+      if not np.isfinite(sketch_NMR := sketch_BSMR[kept_BS]).all():
+        raise ConfigError("a gradient of the corpus is not finite; the checkpoint's weights may have diverged")
+      held.add(sketch_NMR)
+      parts.append([x[kept_BS] for x in (batch.document_BS, batch.offset_BS, batch.end_BS, tokens_BS)])
+    if not (chunks := np.concatenate(parts, 1).T.tolist()):  # document, begin, end and tokens of each
       raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
     names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
-  np.savez(folder / "step.npz", allow_pickle=False, **step_batch)
-  with open(folder / "ids.jsonl", "w", encoding="utf-8") as file:
-    file.writelines(json.dumps(entry) + "\n" for entry in ids)
+  ids = ([*corpus.document_id(number), begin, tokens] for number, begin, _, tokens in chunks)
+  write_text(folder / "ids.jsonl", "".join(json.dumps(entry) + "\n" for entry in ids))
+  names += ["ids.jsonl", index.save(folder / "step.npz", step_batch)]
   if method == index.CONTRIBUTION:
     text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document follow each other
-    texts = (text(number)[start:end].decode("utf-8", "replace") for number, start, end in spans)
-    np.save(folder / index.ENDS, np.array([end for *_, end in spans]))
-    names += [index.ENDS, words.write(folder, enumerate(texts), len(ids))]
+    texts = (text(number)[begin:end].decode("utf-8", "replace") for number, begin, end, _ in chunks)
+    names.append(index.save(folder / index.ENDS, np.array([end for _, _, end, _ in chunks])))
+    names.append(words.write(folder, enumerate(texts), len(chunks)))
   about = {
     "version": index.VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
-    "chunks": len(ids), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,
+    "chunks": len(chunks), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,
     "files": {name: sha256(folder / name) for name in names},
   }  # fmt: skip
   write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
-  return len(ids)
+  return len(chunks)
 
 
 def nearest(

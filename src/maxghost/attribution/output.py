@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,12 +67,12 @@ def as_json(answer: Answer, by: str) -> str:
 
 def as_csv(answer: Answer) -> str:
   """A header and one line per group; a non-finite number is empty, a text that a spreadsheet would run gets a '."""
-  buffer = io.StringIO()
-  writer = csv.writer(buffer, lineterminator="\n")
+  lines: list[str] = []
+  writer = csv.writer(SimpleNamespace(write=lines.append))  # with line ends of \n alone it would not quote an \r
   writer.writerow(answer.columns)
   for row in _plain_rows(answer):
     writer.writerow(f"'{v}" if isinstance(v, str) and v.startswith(FORMULA) else v for v in row)
-  return buffer.getvalue()
+  return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
 
 def write_parquet(answer: Answer, path: Path):

@@ -99,7 +99,7 @@ class Sources:
       for i, (n, one, text, steps) in enumerate(zip(chosen, ids, texts, trained, strict=True))
     ]  # fmt: skip
     place, decoder = {n: i for i, n in enumerate(chosen)}, codecs.getincrementaldecoder("utf-8")("replace")
-    pieces = [decoder.decode(self.tokenizer.piece(int(number))) for number in answer_ids]
+    pieces = [decoder.decode(self.tokenizer.piece(int(n)), i == num) for i, n in enumerate(answer_ids, 1)]
     return {
       "tokens": [{"text": text, "logp": float(logp)} for text, logp in zip(pieces, logp_A, strict=True)],
       "documents": documents, "token_top": [[place[n] for n in of_token] for of_token in best[1:]],

@@ -73,17 +73,14 @@ def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[st
   """(texts, values) of pieces; tokens that share a character form one piece, a token without text is END."""
   decoder = codecs.getincrementaldecoder("utf-8")("replace")
   pieces, sums, text, total, size = [], [], "", 0.0, 0
-  for number, value in zip(ids, values, strict=True):
+  for place, (number, value) in enumerate(zip(ids, values, strict=True), 1):
     raw = tokenizer.piece(int(number))
     size += len(raw)
     if size > SHOWN_CHARS:
       break
-    text, total = text + decoder.decode(raw), total + float(value)
+    text, total = text + decoder.decode(raw, place == len(values)), total + float(value)  # it may end in a character
     if not decoder.getstate()[0]:
       pieces.append(text or END)
       sums.append(total)
       text, total = "", 0.0
-  else:
-    if decoder.getstate()[0]:  # the chunk ends inside a character
-      pieces, sums = [*pieces, text + decoder.decode(b"", True)], [*sums, total]
   return tuple(pieces), np.array(sums)

@@ -17,7 +17,8 @@ import numpy as np
 from maxghost import config
 from maxghost.attribution.numbers import number
 from maxghost.attribution.texts import snippet
-from maxghost.config import Config, ConfigError, did_you_mean
+from maxghost.attribution.where import refuse_unknown
+from maxghost.config import Config, ConfigError
 from maxghost.config.values import printable
 from maxghost.data import rewards
 from maxghost.scorelog import ScoreLog
@@ -48,11 +49,10 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
   """
   cfg = config.load(log.run_dir / "config.yml")
   function, scale = _parsed(asked, cfg)
-  names = log.val_sets
-  if val_set and val_set not in names:
-    raise ConfigError(f"--set {val_set}: unknown{did_you_mean(val_set, names)}; sets are {', '.join(names)}")
+  val_set = val_set or log.val_sets[0]
+  refuse_unknown(f"--set {val_set}: no validation set of this run", val_set, log.val_sets)
   columns = [log[name].tolist() for name in ("step", "domain", "path", "offset", "epoch", "chunk")]
-  contribution = log["contribution"][:, names.index(val_set or names[0])].tolist()
+  contribution = log["contribution"][:, log.val_sets.index(val_set)].tolist()
   score_of = dict(zip(zip(*columns, strict=True), contribution, strict=True))
   found, idle = [], 0
   for record in _records(log.run_dir / rewards.FILE):
@@ -104,8 +104,7 @@ def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
   if given.keys() - {"reward", "scale_rewards"}:
     raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(scales)}, or both")
   scale = given.get("scale_rewards", cfg.rollout.scale_rewards)
-  if scale not in scales:
-    raise ConfigError(f"--what-if scale_rewards={scale}: use one of {', '.join(scales)}")
+  refuse_unknown(f"--what-if scale_rewards={scale}: unknown", scale, scales)
   return rewards.load(given["reward"]) if "reward" in given else None, scale
 
 

@@ -40,7 +40,8 @@ class Condition(NamedTuple):
     """bool per value of the column."""
     if "~" not in self.operator:
       return _OPERATORS[self.operator](np.asarray(values), self.value)
-    matches = np.array([fnmatch.fnmatchcase(str(name), str(self.value)) for name in values], bool)
+    pattern = str(self.value).replace("[", "[[]")  # a bracket is one, as in the names of files
+    matches = np.array([fnmatch.fnmatchcase(str(name), pattern) for name in values], bool)
     return ~matches if self.operator == "!~" else matches
 
 
@@ -75,11 +76,8 @@ class Where:
 
   def holds(self, column: str, values) -> np.ndarray:
     """bool per value of a column: whether the conditions on it hold."""
-    keep = np.ones(len(values), bool)
-    for condition in self.conditions:
-      if condition.column == column:
-        keep &= condition.holds(values)
-    return keep
+    each = (condition.holds(values) for condition in self.conditions if condition.column == column)
+    return np.logical_and.reduce([np.ones(len(values), bool), *each])
 
 
 def _conditions(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:

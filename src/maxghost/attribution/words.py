@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from maxghost.config.files import write_whole
+
 FILE = "words.npz"
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75
@@ -39,7 +41,8 @@ def write(folder: Path, texts: Iterable[tuple[int, str]], num_chunks: int) -> st
   weight_P = weight_W[word_P] * count_P * (_K1 + 1) / (count_P + norm_N[chunk_P])
   order, ends_W = np.argsort(word_P, kind="stable"), np.cumsum(have_W)
   names = np.frombuffer("\n".join(known).encode(), np.uint8)
-  np.savez(folder / FILE, words=names, ends=ends_W, chunk=chunk_P[order], weight=weight_P[order].astype(np.float32))
+  with write_whole(folder / FILE) as file:
+    np.savez(file, words=names, ends=ends_W, chunk=chunk_P[order], weight=weight_P[order].astype(np.float32))
   return FILE
 
 

@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from maxghost.config.values import naming
+
 
 def config_dir() -> Path:
   """The folder of the shipped configurations: inside the wheel, or in the repository of an editable install."""
@@ -33,7 +35,7 @@ def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[Binar
   path = Path(path)
   temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:
-    with open(temporary, "w+b") as file:
+    with naming("", path), open(temporary, "w+b") as file:
       yield file
       file.flush()
       if durable:

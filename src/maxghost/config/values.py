@@ -64,7 +64,8 @@ def printable(text: str) -> str:
 
 @contextlib.contextmanager
 def naming(key: str, path: object) -> Iterator[None]:
-  """Puts `key=path` before what is wrong with a path that a key gave; nothing for an empty key."""
+  """Puts `key=path` before what is wrong with a path that a key gave. An empty key puts `path` into an OSError that
+  names no file, such as that of a full disk, and nothing else."""
   setting = f"{key}={path}" if key else ""
   try:
     yield
@@ -72,8 +73,8 @@ def naming(key: str, path: object) -> Iterator[None]:
     problems = (one if setting in one else f"{setting}: {one.removeprefix(f'{path}: ')}" for one in error.problems)
     raise type(error)(*problems) from error
   except OSError as error:
-    if key and error.filename:
-      error.filename = f"{setting}: {error.filename}"
+    if error.strerror and (key or not error.filename):
+      error.filename = ": ".join(str(part) for part in (setting or path, error.filename) if part)
     raise
 
 

@@ -58,6 +58,7 @@ class Rows:
   weights: np.ndarray | None = None
   reference: np.ndarray | None = None
   partner: "Rows | None" = None
+  end: np.ndarray | None = None  # int64[C], the byte behind in the document
 
   def __len__(self) -> int:
     return len(self.row_ends)
@@ -215,7 +216,7 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
     back = np.argsort(np.concatenate([*groups.values()]))
     arrays = {name: np.concatenate([part[name] for part in parts])[back] for name in arrays}
   epoch_B = np.array([epoch for _, _, epoch in pieces], np.int64)
-  return Batch(arrays, arrays.pop("document_BS"), arrays.pop("offset_BS"), epoch_B)
+  return Batch(arrays, arrays.pop("document_BS"), arrays.pop("offset_BS"), epoch_B, end_BS=arrays.pop("end_BS", None))
 
 
 def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weighted: bool) -> dict[str, np.ndarray]:
@@ -238,8 +239,10 @@ def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weight
     """int32[B, T]: each chunk's value at its positions."""
     return values.astype(np.int32, copy=False).repeat(covered).reshape(B, T)
 
-  identity = np.full((2, B, layout.max_segments), -1, np.int64)
-  identity[:, row, slot] = rows.document[chunk], rows.offset[chunk]
+  of_chunks = {"document_BS": rows.document, "offset_BS": rows.offset}
+  of_chunks |= {} if rows.end is None else {"end_BS": rows.end}
+  identity = np.full((len(of_chunks), B, layout.max_segments), -1, np.int64)
+  identity[:, row, slot] = [values[chunk] for values in of_chunks.values()]
   positions = np.arange(T, dtype=np.int32) - spread(begin)
   segmentation = spread(slot + 1)
   place = spread(start)
@@ -259,4 +262,4 @@ def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weight
   if rows.reference is not None:
     found[REFERENCE] = np.zeros((B, layout.max_segments), np.float32)
     found[REFERENCE][row, slot] = rows.reference[chunk]
-  return found | dict(zip(("document_BS", "offset_BS"), identity, strict=True))
+  return found | dict(zip(of_chunks, identity, strict=True))

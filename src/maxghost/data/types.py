@@ -46,6 +46,7 @@ class Batch:
   offset_BS: int64[B, S], where the segment's first token begins in its document, in bytes; -1 where there is none.
   epoch_B: int64[B], how often the row's stream of documents has been read through before.
   unit_BS: int64[B, S], which scored example a segment belongs to, -1 none; None: each is one of its own.
+  end_BS: int64[B, S], the byte behind the segment in its document; None where nothing reads the texts of chunks.
   """
 
   arrays: dict[str, np.ndarray]
@@ -53,3 +54,4 @@ class Batch:
   offset_BS: np.ndarray
   epoch_B: np.ndarray
   unit_BS: np.ndarray | None = None
+  end_BS: np.ndarray | None = None

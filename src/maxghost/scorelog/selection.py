@@ -14,6 +14,7 @@ import numpy as np
 
 from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
+from maxghost.config.values import naming
 
 FILE = "selection.jsonl"
 
@@ -22,7 +23,7 @@ def append(folder: Path, step: int, seen: int, chosen: Sequence[int]) -> int:
   """Adds a step's line to the file in `folder`; returns the line's CRC-32 for the step's record."""
   folder.mkdir(parents=True, exist_ok=True)
   line = json.dumps({"step": step, "seen": seen, "chosen": list(chosen)}).encode() + b"\n"
-  with open(folder / FILE, "ab") as file:
+  with naming("", folder / FILE), open(folder / FILE, "ab") as file:
     file.write(line)
   return zlib.crc32(line)
 

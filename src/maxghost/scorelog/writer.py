@@ -271,13 +271,10 @@ class Writer:
     path = self._path(interval.last_step)
     meta = self._about | {"first_step": interval.first_step, "last_step": interval.last_step}
     steps, rows, modules = np.concatenate(interval.steps), np.concatenate(interval.rows), interval.modules
-    try:
-      self.folder.mkdir(parents=True, exist_ok=True)
-      header = meta | {"before": interval.before, "closed": closed}
-      write_shard(path, header, interval.tables, steps, fmt.Modules.joined(modules), rows)
-      self._note(interval.last_step, interval.before[0] + len(steps), interval.before[1] + len(rows))
-    except OSError as error:
-      raise OSError(f"the score log could not be written to {self.folder}: {error}") from error
+    self.folder.mkdir(parents=True, exist_ok=True)
+    header = meta | {"before": interval.before, "closed": closed}
+    write_shard(path, header, interval.tables, steps, fmt.Modules.joined(modules), rows)
+    self._note(interval.last_step, interval.before[0] + len(steps), interval.before[1] + len(rows))
     if interval.replaced not in (None, path):
       interval.replaced.unlink(missing_ok=True)
     interval.replaced = path

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError, plugins
+from maxghost.config.values import naming
 
 # If one of these is not finite, the run stops; a validation loss that is not finite only leaves its step unscored.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
@@ -113,12 +114,14 @@ class MetricsLog:
     # JSON has no NaN: values that were not measured become null. Losses and norms are finite here.
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     line = json.dumps(clean, allow_nan=False).encode() + b"\n"
-    self._file.write(line)
-    self._file.flush()
+    with naming("", self._path):
+      self._file.write(line)
+      self._file.flush()
     self.checksum = zlib.crc32(line, self.checksum)
 
   def position(self) -> int:
-    os.fsync(self._file.fileno())
+    with naming("", self._path):
+      os.fsync(self._file.fileno())
     return os.path.getsize(self._path)
 
   def restore(self, num_bytes: int, checksum: int | None = None) -> None:
@@ -133,4 +136,5 @@ class MetricsLog:
       print(f"maxghost: records in {self._path} were changed since they were written", file=sys.stderr)
 
   def close(self) -> None:
-    self._file.close()
+    with naming("", self._path):  # closing tries again to write what the disk refused
+      self._file.close()
