@@ -4,7 +4,8 @@
 
 Needs libtpu (`pip install '.[tpu]'`); without it this prints one line and stops. bfloat16 compute, 16,384 training
 tokens and one validation row, one chip; that row is a sixteenth of the rows of gpt2-small, an eighth of those of
-llama-1b. Two estimates of the compiler, relative to the plain step; neither is a timing. `estimated` is XLA's roofline:
+llama-1b. The plain step with the validation row in its batch is the least that new validation rows in every step can
+cost. Two estimates of the compiler, relative to the plain step; neither is a timing. `estimated` is XLA's roofline:
 seconds from the FLOPs and bytes of each operation, before it is scheduled. `cycles` are those of the scheduled
 operations, without copies and gathers that run beside them and without Pallas kernels (`_tpu.compiled_with_cycles`).
 XLA counts the body of a loop once, so layers are unrolled; steps of 1 and of 2 layers are compiled, and what the second
@@ -42,7 +43,8 @@ SHAPES = {  # layers, keys
   )),
   "llama-1b": (16, _steps.LLAMA_1B),
 }  # fmt: skip
-NAMES = (PLAIN, EXACT, RANK_SGD, EVERY, "two_pass exact, adam", "two_pass rank 32, 4 validation sets")
+LEAST = "plain step with the validation rows"
+NAMES = (PLAIN, LEAST, EXACT, RANK_SGD, EVERY, "two_pass exact, adam", "two_pass rank 32, 4 validation sets")
 
 
 def main() -> int:
@@ -76,8 +78,9 @@ def counted_steps(shape: str, args) -> dict[str, dict[str, float]]:
   for name in NAMES:
     if name not in (PLAIN, RANK_SGD) and not _measure.named(name, args.rows):
       continue
-    begin, overrides = time.perf_counter(), (*COMMON, *keys, *ROWS[name].keys, *args.overrides)
-    found[name] = step = counted(overrides, device, num_layers, refresh=False if name == EVERY else None)
+    begin, row = time.perf_counter(), ROWS[PLAIN if name == LEAST else name]
+    overrides, kind = (*COMMON, *keys, *row.keys, *args.overrides), {"refresh": False if name == EVERY else None}
+    found[name] = step = counted(overrides, device, num_layers, joined=name == LEAST, **kind)
     if name == EVERY:  # the first of four steps is that of the row before
       found[name] = {counter: (found[RANK_SGD][counter] + 3 * step[counter]) / 4 for counter in step}
     print(f"{shape}, {name}: compiled in {(time.perf_counter() - begin) / 60:.1f} min", file=sys.stderr, flush=True)
@@ -87,17 +90,19 @@ def counted_steps(shape: str, args) -> dict[str, dict[str, float]]:
 COUNTERS = ("flops", "optimal_seconds", "bytes accessed", "cycles")
 
 
-def counted(keys, device, num_layers: int, refresh: bool | None) -> dict[str, float]:
-  """The compiler's counters of a step of `num_layers`, from those of 1 and of 2 layers; NaN where it has none."""
+def counted(keys, device, num_layers: int, **kind) -> dict[str, float]:
+  """The compiler's counters of a step of `num_layers`, from those of 1 and of 2 layers; NaN where it has none. kind: as
+  in `compile_row`."""
   costs = []
   for layers in (1, 2):
-    cost = compile_row((*keys, f"base_num_decoder_layers={layers}"), device, refresh)
+    cost = compile_row((*keys, f"base_num_decoder_layers={layers}"), device, **kind)
     costs.append([value if (value := cost.get(name, -1.0)) > 0 else math.nan for name in COUNTERS])
   return {name: one + (num_layers - 1) * (two - one) for name, one, two in zip(COUNTERS, *costs, strict=True)}
 
 
-def compile_row(keys, device, refresh: bool | None) -> dict[str, float]:
-  """The compiler's counters of a row's train step. refresh: whether a step with ghost_val_every is a fresh one."""
+def compile_row(keys, device, refresh: bool | None = None, joined: bool = False) -> dict[str, float]:
+  """The compiler's counters of a row's train step. refresh: whether a step with ghost_val_every is a fresh one. joined:
+  the validation rows are rows of the batch."""
   cfg = configuration.load(str(_measure.BASE), *keys)
 
   class Known(base.Stored):
@@ -118,7 +123,8 @@ def compile_row(keys, device, refresh: bool | None) -> dict[str, float]:
     return {f"{n}{suffix}": shape for n in names for suffix in ("", "_position", "_segmentation")}
 
   sets = cfg.val_sets
-  batch, val_batches = rows(cfg.data.per_device_batch_size), tuple(rows(cfg.ghost.ghost_val_batch_size) for _ in sets)
+  num, num_val = cfg.data.per_device_batch_size, cfg.ghost.ghost_val_batch_size
+  batch, val_batches = rows(num + num_val if joined else num), tuple(rows(num_val) for _ in sets)
   with shardings.tracing_for("tpu"):
     graphdef, abstract = state.abstract_split(cfg)
     step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=3, num_sets=max(len(sets), 1))
