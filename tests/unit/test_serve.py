@@ -118,7 +118,8 @@ def test_what_is_asked_reaches_the_batcher(client, batcher):
   assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.5)
   assert (one.prompt, one.max_tokens, one.stop, one.ignore_stop_ids) == ((256, 65), 9, ("x", "yz"), True)
   assert (one.seed, two.seed, one.logprobs) == (7, 8, 0)
-  client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "a"}])
+  neutral = {"parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"], "audio": None}
+  client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "a"}], **neutral)
   chat = batcher.jobs[-1].request
   assert chat.max_tokens == 400 - len(chat.prompt) and chat.sampling.temperature == 1.0  # OpenAI's defaults
   client.completions.create(model="echo", prompt="a" * 390)
@@ -149,6 +150,7 @@ WRONG = [
   (CHATS, {"messages": "a"}, "is not a list"),
   (CHATS, {"messages": [{"role": "usr", "content": "a"}]}, "did you mean 'user'"),
   (CHATS, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "is not offered; leave tools out"),
+  (CHATS, {"messages": MESSAGES, "reasoning_effort": "low"}, "is not offered; leave reasoning_effort out"),
   (CHATS, {"messages": MESSAGES, "top_logprobs": 2}, "needs logprobs=true"),
   (CHATS, {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "differ; give one"),
   (CHATS, {"messages": MESSAGES, "stream_options": {"usage": True}, "stream": True}, "it takes include_usage, true or"),

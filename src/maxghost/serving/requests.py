@@ -66,6 +66,8 @@ SOURCES |= {"top": (int, 10, 1, 100)}
 _NEUTRAL = {
   "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
   "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
+  "functions": [], "function_call": "none", "parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"],
+  "audio": None, "prediction": None, "reasoning_effort": None, "verbosity": None, "web_search_options": None,
 }  # fmt: skip
 _KINDS = {
   int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "an object",
