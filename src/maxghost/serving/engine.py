@@ -92,8 +92,7 @@ class Engine:
   def load_params(self, state: nnx.State) -> nnx.State:
     """The state on the devices as the layout places it: what the other calls take as `params`. Raises ConfigError."""
     decoder = nnx.merge(self._graphdef, state).decoder
-    if decoder.has_positions and decoder.position_embedder.num_embeddings < self.cache_size:
-      most = decoder.position_embedder.num_embeddings
+    if decoder.has_positions and (most := decoder.position_embedder.num_embeddings) < self.cache_size:
       raise ConfigError(f"cache_size={self.cache_size}: the model has {most} positions; use at most {most}")
     self._loaded = jax.device_put(state, self._layout.shardings(state) if self._layout else None)
     one = np.ones((1, 1), np.int32)
