@@ -87,7 +87,7 @@ def _open(args: argparse.Namespace) -> Any:
   size = args.cache or min(max(CACHE, cfg.data.max_target_length), most)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   encoded = functools.partial(generate.encoded, chat=False, cfg=cfg, tokenizer=tokenizer, place=place)
-  stop_ids = encoded([" "])[1]
+  stop_ids = encoded(["a"])[1]  # a space alone may have no token
   rendering, no_chat = Rendering.of(cfg.data, tokenizer), ""
   try:
     stop_ids |= rendering.end_ids()

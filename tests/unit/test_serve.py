@@ -23,6 +23,7 @@ from serving_fakes import EchoBatcher, call, served, serving, until
 from maxghost import cli, config, load_model, serve
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
+from maxghost.data import tokenizers
 from maxghost.serving import Generator
 from maxghost.serving import http as server
 from maxghost.serving.batcher import Piece
@@ -443,6 +444,24 @@ def test_of_two_servers_that_start_on_one_port_the_later_says_so():
   environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT.parent, Path(__file__).parent)))}
   ended = subprocess.run([sys.executable, "-c", BOUND_TWICE], capture_output=True, text=True, env=environment)
   assert ended.returncode == 2 and re.fullmatch(r"maxghost: --host 127.0.0.1 --port \d+: cannot .*\n", ended.stderr)
+
+
+def test_a_model_whose_tokenizer_drops_spaces_is_served(tmp_path, monkeypatch):
+  """As SentencePiece does: a space alone has no token, and without add_bos such a prompt has none."""
+
+  class Words(tokenizers.ByteTokenizer):
+    def encode(self, texts):
+      return super().encode([text.strip() for text in texts])
+
+  def loaded(*_):
+    raise LookupError("it goes on to the weights")
+
+  found = load_model.ModelPlace(tmp_path, None, None), tiny.make_config(add_bos=False)
+  monkeypatch.setattr(load_model, "find", lambda *_: found)
+  monkeypatch.setattr(load_model, "load", loaded)
+  monkeypatch.setattr(tokenizers, "load_tokenizer", lambda *_: Words())
+  with pytest.raises(LookupError):
+    serve._open(serve.parse(["model"]))
 
 
 def test_an_adapter_is_served_without_the_index_of_its_base(tmp_path):
