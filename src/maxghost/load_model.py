@@ -26,8 +26,7 @@ def find(path: str | Path, config_file: str | None = None, otherwise: str | None
   a model that has none. key: that gave the path, for errors.
   """
   place = model_path.find(path, key)
-  if config_file is None and place.config is None:
-    config_file = otherwise
+  config_file = config_file or (None if place.config else otherwise)
   given = config.load(config_file) if config_file else None
   return place, config.replace(model_path.configured(place, path, given, f"--config {config_file}"), **changes)
 

@@ -162,6 +162,7 @@ WRONG = [
   (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "is not a number"),
   (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature=-1"),
   (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, "top_p=1.5"),
+  (COMPLETIONS, {"prompt": "a", "top_k": -1, "temperature": 0}, "top_k=-1: 0 (all tokens) or more"),
   (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature=NaN is not a number"),
   (COMPLETIONS, b'{"prompt": "a", "top_p": NaN}', "top_p=NaN is not a number"),
   (COMPLETIONS, b'{"prompt": "a", "x\\ud800": 1}', "unknown parameter"),
