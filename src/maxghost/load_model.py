@@ -116,11 +116,12 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
 def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callable = print, adapter="") -> Callable:
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
   raw = huggingface.open_tree(place.tree)
-  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   there, here = place.config.model.quantization if place.config else "", cfg.model.quantization
-  if here in WEIGHTS_ONLY and there != here:
-    model_path.check_whole(place, f"quantization={here}")
-    raw = quantize.quantized(raw, cfg.model, here)
+  narrows = here in WEIGHTS_ONLY and there != here
+  if adapter or narrows:
+    model_path.check_whole(place, f"adapter={adapter}" if adapter else f"quantization={here}")
+  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
+  raw = quantize.quantized(raw, cfg.model, here) if narrows else raw
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:
