@@ -26,8 +26,7 @@ def find(path: str | Path, config_file: str | None = None, otherwise: str | None
   a model that has none. key: that gave the path, for errors.
   """
   place = model_path.find(path, key)
-  if config_file is None and place.config is None:
-    config_file = otherwise
+  config_file = config_file or (None if place.config else otherwise)
   given = config.load(config_file) if config_file else None
   return place, config.replace(model_path.configured(place, path, given, f"--config {config_file}"), **changes)
 
@@ -117,11 +116,12 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
 def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callable = print, adapter="") -> Callable:
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
   raw = huggingface.open_tree(place.tree)
-  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   there, here = place.config.model.quantization if place.config else "", cfg.model.quantization
-  if here in WEIGHTS_ONLY and there != here:
-    model_path.check_whole(place, f"quantization={here}")
-    raw = quantize.quantized(raw, cfg.model, here)
+  narrows = here in WEIGHTS_ONLY and there != here
+  if adapter or narrows:
+    model_path.check_whole(place, f"adapter={adapter}" if adapter else f"quantization={here}")
+  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
+  raw = quantize.quantized(raw, cfg.model, here) if narrows else raw
   values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
   scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
   if values_from == "maxtext" and scales is None:

@@ -87,7 +87,7 @@ def _open(args: argparse.Namespace) -> Any:
   size = args.cache or min(max(CACHE, cfg.data.max_target_length), most)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   encoded = functools.partial(generate.encoded, chat=False, cfg=cfg, tokenizer=tokenizer, place=place)
-  stop_ids = encoded([" "])[1]
+  stop_ids = encoded(["a"])[1]  # a space alone may have no token
   rendering, no_chat = Rendering.of(cfg.data, tokenizer), ""
   try:
     stop_ids |= rendering.end_ids()
@@ -117,7 +117,7 @@ def _sources(args: argparse.Namespace) -> tuple[Any, str]:
       raise ConfigError("an index belongs to weights without --adapter")
     found = ask.opened(Path(args.model), args.index)
   except ConfigError as error:
-    if args.index or (Path(args.model) / "index").is_dir():
+    if args.index or ((Path(args.model) / "index").is_dir() and not args.adapter):
       raise
     print(f"no sources: {error}", file=sys.stderr)
     return None, str(error)
@@ -139,9 +139,11 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
       print(f"serving {served.name}: http://{f'[{at}]' if ':' in at else at}:{port}/ (Ctrl-C ends it)", flush=True)
 
     def handle_exit(self, sig, frame):
-      """Requests go on for the grace; then their jobs are cancelled, so that clients are told."""
-      super().handle_exit(sig, frame)
-      threading.Thread(target=served.batcher.close, args=(args.grace,), daemon=True).start()
+      """Requests go on for the grace, or until a second signal; then their jobs are cancelled: clients are told."""
+      again, self.should_exit = self.should_exit, True
+      threading.Thread(target=served.batcher.close, args=(0.0 if again else args.grace,), daemon=True).start()
+      if again:
+        threading.Timer(1, setattr, (self, "force_exit", True)).start()  # for those who do not read
 
   app = Server(served, api_key=args.api_key, seconds=args.timeout, threads=args.queue + args.slots + 1).app
   options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}

@@ -21,7 +21,7 @@ BYTES = ByteTokenizer()
 
 class EchoJob:
   def __init__(self, request, batcher):
-    self.request, self.prompt_tokens, self._batcher = request, len(request.prompt), batcher
+    self.request, self._batcher = request, batcher
     self.cancelled, self._pieces = threading.Event(), queue.Queue()
 
   def cancel(self):

@@ -158,6 +158,14 @@ def test_an_export_of_a_run_with_adapters_is_its_base_with_them(runs, tmp_path):
   assert own == merged != plain
 
 
+def test_adapters_of_another_model_are_not_merged(runs):
+  """Also where its matrices have the same shapes."""
+  run = runs[0] / "whole" / "run"
+  model = load_model.find(run)[1].model
+  with pytest.raises(ConfigError, match=r"^the base is another model than .*run: they differ in vocab_size$"):
+    load_model.merge.open_adapter(run, dataclasses.replace(model, vocab_size=model.vocab_size + 1))
+
+
 def test_a_run_with_adapters_is_a_teacher_with_them(runs):
   found = []
   for run in (runs[0] / "whole" / "run", runs[0] / "base" / "run"):

@@ -141,11 +141,22 @@ def test_pieces_keep_their_spaces_and_bytes(kind, made, tmp_path):
   row = Row(tokenizer, {tokenizer.eos_id}, (), prompt)
   assert "".join(row.take(answer[: n + 1], last=False) for n in range(len(answer))) == " r漢 the"
   assert tokenizer.piece(tokenizer.eos_id) == tokenizer.piece(tokenizer.vocab_size) == b""
+  tokenizer.encode = None  # a fixed text is not encoded for every token
+  assert b" r".startswith(tokenizer.piece(answer[0]))
 
 
 def test_a_space_does_not_end_an_answer(tmp_path):
   tokenizer = load_tokenizer("huggingface", like_llama2(tmp_path))
   assert Rendering.of(config.DataConfig(), tokenizer).end_ids() == {tokenizer.eos_id}
+
+
+def test_messages_that_are_no_unicode_are_told(tmp_path):
+  """JSON can spell half of a character; the library has a TypeError for such a text."""
+  rendering = Rendering.of(config.DataConfig(), load_tokenizer("huggingface", like_llama2(tmp_path)))
+  turns = [{"role": "user", "content": "a\ud800"}, {"role": "assistant", "content": "b"}]
+  for read in (lambda: rendering.prompt(turns[:1]), lambda: rendering.encode(json.dumps({"messages": turns}).encode())):
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+      read()
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece", "tiktoken"])

@@ -136,6 +136,7 @@ def test_a_checkpoint_in_few_bits(folder, tmp_path, capsys, quantization):
     lambda: train.main([f"quantization={quantization}", f"base_output_directory={tmp_path}"]),
     lambda: checkpoint_tools.main(["quantize", str(few), str(tmp_path / "again"), "--quantization", "int8w"]),
     lambda: checkpoint_tools.main(["hf", "export", str(few), str(tmp_path / "out")]),
+    lambda: generate.main([str(few), "--prompt", "ab", "--adapter", "x"]),
   ):
     assert command() == 2
     error = capsys.readouterr().err

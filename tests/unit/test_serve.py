@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -22,6 +23,7 @@ from serving_fakes import EchoBatcher, call, served, serving, until
 from maxghost import cli, config, load_model, serve
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
+from maxghost.data import tokenizers
 from maxghost.serving import Generator
 from maxghost.serving import http as server
 from maxghost.serving.batcher import Piece
@@ -69,6 +71,9 @@ def test_offsets_count_characters_of_the_text(client):
   said = client.completions.create(model="echo", prompt="aé漢b", logprobs=0).choices[0].logprobs
   assert said.text_offset == [0, 1, 1, 2, 2, 2, 3, 4] and said.top_logprobs == [{}] * 8
   assert b"".join(map(bytes, said.bytes)) == "aé漢b".encode()
+  answer = Answer(served(EchoBatcher()), {"logprobs": 0, "stream": False}, 1, 1)
+  ids = (97, 255, 98, 234, 99, 195, 169, 100)  # not UTF-8: such bytes are a character of the text, too
+  assert answer._logprobs(0, Piece("a\ufffdb\ufffdcéd", ids, (-0.5,) * 8))["text_offset"] == [0, 1, 2, 3, 3, 5, 5, 6]
 
 
 def test_of_alternatives_with_one_text_the_likeliest_is_told():
@@ -91,6 +96,7 @@ def test_the_official_client_chats_and_streams(client):
   )
   *chunks, last = list(stream)
   assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected and len(chunks) > 20
+  assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
   assert chunks[-1].choices[0].finish_reason == "stop" and {chunk.usage for chunk in chunks} == {None}
   assert not last.choices and last.usage.completion_tokens == len(expected) + 1
   stream = client.completions.create(
@@ -113,7 +119,8 @@ def test_what_is_asked_reaches_the_batcher(client, batcher):
   assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.5)
   assert (one.prompt, one.max_tokens, one.stop, one.ignore_stop_ids) == ((256, 65), 9, ("x", "yz"), True)
   assert (one.seed, two.seed, one.logprobs) == (7, 8, 0)
-  client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "a"}])
+  neutral = {"parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"], "audio": None}
+  client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "a"}], **neutral)
   chat = batcher.jobs[-1].request
   assert chat.max_tokens == 400 - len(chat.prompt) and chat.sampling.temperature == 1.0  # OpenAI's defaults
   client.completions.create(model="echo", prompt="a" * 390)
@@ -144,6 +151,7 @@ WRONG = [
   (CHATS, {"messages": "a"}, "is not a list"),
   (CHATS, {"messages": [{"role": "usr", "content": "a"}]}, "did you mean 'user'"),
   (CHATS, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "is not offered; leave tools out"),
+  (CHATS, {"messages": MESSAGES, "reasoning_effort": "low"}, "is not offered; leave reasoning_effort out"),
   (CHATS, {"messages": MESSAGES, "top_logprobs": 2}, "needs logprobs=true"),
   (CHATS, {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "differ; give one"),
   (CHATS, {"messages": MESSAGES, "stream_options": {"usage": True}, "stream": True}, "it takes include_usage, true or"),
@@ -154,6 +162,7 @@ WRONG = [
   (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "is not a number"),
   (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature=-1"),
   (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, "top_p=1.5"),
+  (COMPLETIONS, {"prompt": "a", "top_k": -1, "temperature": 0}, "top_k=-1: 0 (all tokens) or more"),
   (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature=NaN is not a number"),
   (COMPLETIONS, b'{"prompt": "a", "top_p": NaN}', "top_p=NaN is not a number"),
   (COMPLETIONS, b'{"prompt": "a", "x\\ud800": 1}', "unknown parameter"),
@@ -436,6 +445,59 @@ def test_of_two_servers_that_start_on_one_port_the_later_says_so():
   environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT.parent, Path(__file__).parent)))}
   ended = subprocess.run([sys.executable, "-c", BOUND_TWICE], capture_output=True, text=True, env=environment)
   assert ended.returncode == 2 and re.fullmatch(r"maxghost: --host 127.0.0.1 --port \d+: cannot .*\n", ended.stderr)
+
+
+def test_a_model_whose_tokenizer_drops_spaces_is_served(tmp_path, monkeypatch):
+  """As SentencePiece does: a space alone has no token, and without add_bos such a prompt has none."""
+
+  class Words(tokenizers.ByteTokenizer):
+    def encode(self, texts):
+      return super().encode([text.strip() for text in texts])
+
+  def loaded(*_):
+    raise LookupError("it goes on to the weights")
+
+  found = load_model.ModelPlace(tmp_path, None, None), tiny.make_config(add_bos=False)
+  monkeypatch.setattr(load_model, "find", lambda *_: found)
+  monkeypatch.setattr(load_model, "load", loaded)
+  monkeypatch.setattr(tokenizers, "load_tokenizer", lambda *_: Words())
+  with pytest.raises(LookupError):
+    serve._open(serve.parse(["model"]))
+
+
+def test_an_adapter_is_served_without_the_index_of_its_base(tmp_path):
+  (tmp_path / "index").mkdir()
+  given = [str(tmp_path), "--adapter", "folder"]
+  assert serve._sources(serve.parse(given)) == (None, "an index belongs to weights without --adapter")
+  with pytest.raises(ConfigError, match="without --adapter"):
+    serve._sources(serve.parse([*given, "--index", str(tmp_path / "index")]))
+
+
+def test_a_second_signal_ends_requests_and_tells_their_clients(monkeypatch, capfd):
+  """None waits for the grace of the first one."""
+  batcher, over = EchoBatcher(pause=0.05), threading.Event()
+  cancel, before = batcher.close, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+  monkeypatch.setattr(batcher, "close", lambda timeout=0.0: (over.wait(timeout), cancel()))
+  with socket.socket() as listener, ThreadPoolExecutor(1) as threads:
+    listener.bind(("127.0.0.1", 0))
+
+    def press_twice(port: int) -> int:
+      until(lambda: "serving echo" in capfd.readouterr().out)
+      with connected(port, max_retries=0) as client, pytest.raises(openai.APIError, match="the server is stopping"):
+        stream = client.completions.create(model="echo", prompt="a" * 300, max_tokens=99, stream=True)
+        for count, _ in enumerate(stream):
+          if count < 2:
+            os.kill(os.getpid(), signal.SIGINT)
+      return count
+
+    told = threads.submit(press_twice, listener.getsockname()[1])
+    try:
+      assert serve._run(serve.parse(["model"]), listener, served(batcher)) == 0
+      assert told.result(5) < 90 and capfd.readouterr().err == "stopped\n"
+    finally:
+      over.set()
+      for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_the_command_serves_a_run_and_stops_gracefully(tmp_path):

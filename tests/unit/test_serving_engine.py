@@ -373,7 +373,8 @@ class Letters:
 
 
 class Scripted:
-  """Stands for an engine: every request gets its prompt again, shifted by one; `gate` holds it before each step."""
+  """Stands for an engine: every request gets its prompt again, shifted by one; `gate` holds it before each step. 251
+  has the log-probability NaN."""
 
   slots, cache_size, vocab_size = 2, 64, 300
 
@@ -409,8 +410,8 @@ class Scripted:
     for slot, prefix in state.items():
       found[slot] = prefix.prompt[prefix.at % len(prefix.prompt)]
       prefix.at += 1
-    return type("R", (), dict.fromkeys(("logps_B",), np.zeros(2)) | {
-      "ids_B": found, "top_ids_BN": np.zeros((2, 20), int), "top_logps_BN": np.zeros((2, 20))})  # fmt: skip
+    top = {"top_ids_BN": np.zeros((2, 20), int), "top_logps_BN": np.zeros((2, 20))}
+    return type("R", (), top | {"ids_B": found, "logps_B": np.where(found == 251, np.nan, 0.0)})
 
 
 @pytest.fixture
@@ -442,6 +443,8 @@ def test_texts_end_where_they_should(scripted):
   texts, count, finish = pieces(asked(b"ab\x07cd", 5, ignore_stop_ids=True))
   assert ("".join(texts), count, finish) == ("ab\x07cd", 5, "length")
   assert pieces(asked("é".encode()[:1], 1)) == (["\ufffd"], 1, "length")
+  *_, last = batcher.submit(Request((65, 251, 66), 9))
+  assert (last.finish, last.text) == ("error", "") and "the weights of the model may have diverged" in last.error
 
 
 def test_a_full_queue_refuses_and_cancelled_requests_free_their_slots(scripted):

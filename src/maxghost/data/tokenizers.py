@@ -66,10 +66,14 @@ class Tokenizer:
 
   def piece(self, number: int) -> bytes:
     """The bytes of a token inside a text; alone, its first space may be dropped, and a part of a character replaced."""
-    before = [] if self.byte_table is not None else self.encode([b"a"])[0].tolist()
-    text = self.decode(np.array([*before, number]))[len(self.decode(np.array(before))) :]
+    text = self.decode(np.array([*self._letter, number]))[len(self.decode(np.array(self._letter))) :]
     is_byte = text == "\ufffd".encode() and (name := self._spelled(number)).startswith("<0x")
     return bytes.fromhex(name[3:5]) if is_byte else text
+
+  @functools.cached_property
+  def _letter(self) -> list[int]:
+    """Ids of a letter, behind which `piece` decodes."""
+    return self.encode([b"a"])[0].tolist()
 
   def _set_specials(self, vocab: dict[str, int], settings: Path | None = None) -> None:
     """Finds the special ids by the names in `settings`, a tokenizer_config.json, else by the usual names."""
@@ -175,7 +179,7 @@ class HuggingFaceTokenizer(Tokenizer):
     return made
 
   def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    found = self._with_specials.encode(text, add_special_tokens=False)
+    found = self._with_specials.encode(text.encode().decode(), add_special_tokens=False)  # told if it is no Unicode
     places = np.array(found.offsets, np.int64).reshape(-1, 2)
     places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])  # some leave out spaces before a token
     return np.array(found.ids, np.int32), places

@@ -86,7 +86,7 @@ class Job:
   """A submitted request: iterate over its pieces, once; the last has `finish`. Every method is thread-safe."""
 
   def __init__(self, request: Request, prefix: Prefix, row: Row):
-    self.request, self.prefix, self.prompt_tokens, self.cancelled = request, prefix, len(request.prompt), False
+    self.request, self.prefix, self.cancelled = request, prefix, False
     self._row, self._ids, self._over = row, [], False
     self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
 
@@ -104,12 +104,14 @@ class Job:
   def take(self, result: Result, row: int, stop_ids: Collection[int]) -> Piece:
     """For the Batcher: the piece of a new token."""
     self._ids.append(token := int(result.ids_B[row]))
+    if (logp := float(result.logps_B[row])) != logp:
+      raise ValueError("the log-probability of a token is NaN: the weights of the model may have diverged")
     is_stop = token in stop_ids and not self.request.ignore_stop_ids
     is_full = len(self._ids) == self.request.max_tokens
     text = self._row.take(self._ids, last=is_stop or is_full)
     finish = "stop" if is_stop or self._row.ended else "length" if is_full else ""
     top = (x[row, : self.request.logprobs].tolist() for x in (result.top_ids_BN, result.top_logps_BN))
-    return Piece(text, (token,), (float(result.logps_B[row]),), (dict(zip(*top, strict=True)),), finish)
+    return Piece(text, (token,), (logp,), (dict(zip(*top, strict=True)),), finish)
 
 
 @dataclasses.dataclass(slots=True)

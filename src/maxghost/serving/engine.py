@@ -92,8 +92,7 @@ class Engine:
   def load_params(self, state: nnx.State) -> nnx.State:
     """The state on the devices as the layout places it: what the other calls take as `params`. Raises ConfigError."""
     decoder = nnx.merge(self._graphdef, state).decoder
-    if decoder.has_positions and decoder.position_embedder.num_embeddings < self.cache_size:
-      most = decoder.position_embedder.num_embeddings
+    if decoder.has_positions and (most := decoder.position_embedder.num_embeddings) < self.cache_size:
       raise ConfigError(f"cache_size={self.cache_size}: the model has {most} positions; use at most {most}")
     self._loaded = jax.device_put(state, self._layout.shardings(state) if self._layout else None)
     one = np.ones((1, 1), np.int32)
@@ -168,15 +167,16 @@ class Engine:
       self._prefixes.add(prefix.prompt[: prefix.count], chunk)
     jax.block_until_ready(logits_1V)  # for the times that are measured around this
     if prefix.count == len(prefix.prompt):
-      prefix.result, _ = self._draw(logits_1V, self._seen(prefix.prompt)[None], prefix.rows)
+      seen_1V = np.bincount(prefix.prompt, minlength=self.vocab_size)[None] > 0
+      prefix.result, _ = self._draw(logits_1V, seen_1V, prefix.rows)
     return prefix.result
 
   def insert(self, prefix: Prefix, state: DecodeState, slot: int) -> DecodeState:
     """Puts a prompt that is read, and its first new token, into a slot."""
     if prefix.result is None:
       raise ValueError(f"{prefix.count} of the {len(prefix.prompt)} tokens of this prompt are read: read all first")
-    token, seen_V = prefix.result.ids_B[0], self._seen(prefix.prompt)
-    seen_V[token] = True
+    token = prefix.result.ids_B[0]
+    seen_V = np.bincount([*prefix.prompt, token], minlength=self.vocab_size) > 0
     arguments = state.kept, state.seen_BV, prefix.kept, seen_V, np.int32(slot)
     state.kept, state.seen_BV = self._call(("insert",), self._insert, *arguments, donate=(0, 1))
     for name, values in (prefix.rows | {"token": [token], "step": [1], "length": [prefix.count]}).items():
@@ -238,11 +238,6 @@ class Engine:
     logits_BV, kept = add_token(nnx.merge(self._graphdef, params), tokens_B, counts_B, kept, visible)
     return _split(kept), shardings.constrain(logits_BV, _LOGITS)
 
-  def _seen(self, prompt: np.ndarray) -> np.ndarray:
-    seen_V = np.zeros(self.vocab_size, bool)
-    seen_V[prompt] = True
-    return seen_V
-
 
 def _append(kept, new, counts_1, lengths_1):
   return _split(kv_cache.append(kept, new, counts_1, lengths_1))
@@ -255,9 +250,7 @@ def _split(kept):
 
 
 def _free_rows(num_rows: int) -> Rows:
-  return {
-    name: np.tile(np.array(value, dtype), (num_rows, *[1] * np.ndim(value))) for name, (dtype, value) in _ROW.items()
-  }
+  return {name: np.full((num_rows, *np.shape(value)), value, dtype) for name, (dtype, value) in _ROW.items()}
 
 
 def _draw(logits_BV, seen_BV, rows):

@@ -214,7 +214,8 @@ class Answer:
   def __init__(self, served: Served, values: dict[str, Any], count: int, prompt_tokens: int):
     self._values, self._chat, self._piece = values, "messages" in values, served.tokenizer.piece
     self.streams, self._counts, self._lengths = values["stream"], [prompt_tokens, 0], [0] * count
-    self._decoders = [codecs.getincrementaldecoder("utf-8")("ignore") for _ in range(count)]
+    self._roles: list[dict[str, str]] = [{"role": "assistant"}] * count
+    self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(count)]
     kind = "chat.completion" + ".chunk" * self.streams if self._chat else "text_completion"
     self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": served.name}
 
@@ -252,7 +253,8 @@ class Answer:
   def _choice(self, number: int, piece: Piece) -> dict:
     said: dict[str, Any] = {"text": piece.text}
     if self._chat:
-      said = {"delta" if self.streams else "message": {"role": "assistant", "content": piece.text}}
+      role, self._roles[number] = self._roles[number], {}  # clients join the texts of all deltas, the role's too
+      said = {"delta" if self.streams else "message": role | {"content": piece.text}}
     asked = self._values["logprobs"]  # 0 asks for those of the tokens alone
     logprobs = None if asked is None or asked is False else self._logprobs(number, piece)
     ids = {"token_ids": piece.ids} if self._values["return_token_ids"] else {}

@@ -34,8 +34,7 @@ class Prompt:
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
     size, held = min(self._size, options.get("window") or self._size), _held(self, k_BTKh, v_BTKh)
     self.entries.append(tuple(_slots(x.swapaxes(1, 2), self._lengths_B, size) for x in held))
-    k_BTKh, v_BTKh = _restored(held, q_BTHh.dtype)
-    return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
+    return attention.attend(q_BTHh, *_restored(held, q_BTHh.dtype), segment_ids_BT, **options)
 
 
 class Continuation:
@@ -121,24 +120,20 @@ def run_decoder(decoder: Any, hidden: Any, layer_inputs: tuple, open_cache: Call
   layer_inputs: (positions_BT, segment_ids_BT). open_cache: maps a layer's part of `kept` (None at the first call) to
   its cache. Returns (output of the last layer, entries of each layer's cache, or of stacked layers with their axis).
   """
-  if not decoder.scan_layers:
-    entries = []
-    for i in range(decoder.num_layers):
-      cache = open_cache(None if kept is None else kept[i])
-      cache.quantized = decoder.quantize_kvcache
-      hidden = getattr(decoder, f"layers_{i}")(hidden, *layer_inputs, cache=cache)
-      entries.append(cache.entries)
-    return hidden, entries
-  graphdef, state = nnx.split(decoder.layers)
 
-  def body(hidden, scanned):
-    state, kept = scanned
+  def run(layer, hidden, kept):
     cache = open_cache(kept)
     cache.quantized = decoder.quantize_kvcache
-    hidden = nnx.merge(graphdef, state)(hidden, *layer_inputs, cache=cache)
-    return hidden, cache.entries
+    return layer(hidden, *layer_inputs, cache=cache), cache.entries
 
-  return jax.lax.scan(body, hidden, (state, kept))
+  if decoder.scan_layers:
+    graphdef, state = nnx.split(decoder.layers)
+    return jax.lax.scan(lambda hidden, one: run(nnx.merge(graphdef, one[0]), hidden, one[1]), hidden, (state, kept))
+  entries = []
+  for i in range(decoder.num_layers):
+    hidden, new = run(getattr(decoder, f"layers_{i}"), hidden, None if kept is None else kept[i])
+    entries.append(new)
+  return hidden, entries
 
 
 def _slots(x, counts_B, size: int, kept=0, first_B=None):

@@ -1,6 +1,7 @@
 """Keys and values of the beginnings of prompts, kept for the next prompt that begins so."""
 
 import collections
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +18,11 @@ class Prefixes:
 
   def find(self, prompt: np.ndarray, size: int) -> Sequence[Any]:
     """The known chunks of `size` tokens with which a prompt begins; its last token is never in them."""
-    found = []
-    for end in range(size, len(prompt), size):
-      if (chunk := self._chunks.get(prompt[:end].tobytes())) is None:
-        break
-      found.append(chunk)
-    for end in range(size * len(found), 0, -size):  # a beginning leaves after what it is the beginning of
-      self._chunks.move_to_end(prompt[:end].tobytes())
-    return found
+    beginnings = (prompt[:end].tobytes() for end in range(size, len(prompt), size))
+    known = [*itertools.takewhile(self._chunks.__contains__, beginnings)]
+    for key in reversed(known):  # a beginning leaves after what it is the beginning of
+      self._chunks.move_to_end(key)
+    return [self._chunks[key] for key in known]
 
   def add(self, prompt: np.ndarray, chunk: Any) -> None:
     """Keeps the arrays of a chunk, which ends where `prompt` does."""

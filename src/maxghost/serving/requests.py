@@ -66,6 +66,8 @@ SOURCES |= {"top": (int, 10, 1, 100)}
 _NEUTRAL = {
   "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
   "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
+  "functions": [], "function_call": "none", "parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"],
+  "audio": None, "prediction": None, "reasoning_effort": None, "verbosity": None, "web_search_options": None,
 }  # fmt: skip
 _KINDS = {
   int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "an object",
@@ -168,12 +170,13 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
   chosen = {name: values[name] for name in _SAMPLING}
-  if chosen["temperature"] < COLDEST:  # the likeliest token, which survives every cut
-    chosen |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+  is_greedy = chosen["temperature"] < COLDEST
   try:
-    sampling = Sampling(**chosen)
+    sampling = Sampling(**chosen | ({"temperature": 1.0} if is_greedy else {}))
   except ConfigError as error:
     raise Refused(str(error), str(error).partition("=")[0]) from error
+  if is_greedy:  # the likeliest token, which survives every cut
+    sampling = Sampling(repetition_penalty=sampling.repetition_penalty)
   seed = random.getrandbits(30) if values["seed"] is None else values["seed"]
   stop, tops = tuple(filter(None, stop)), values["top_logprobs"] if chat else values["logprobs"] or 0
   lengths = [most or min(served.size - len(prompt), served.size if chat else 16) for prompt in prompts]
