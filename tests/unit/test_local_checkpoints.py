@@ -359,5 +359,8 @@ def test_keys_that_do_not_go_together(keys, said):
 def test_maxtext_keys():
   keys = ["enable_emergency_checkpoint=true", "local_checkpoint_directory=/x", "local_checkpoint_period=5"]
   assert load(config_dir() / "base.yml", *keys).checkpoint.local_checkpoint_period == 5
+  assert load(config_dir() / "base.yml", *keys[:2]).checkpoint.local_checkpoint_period == 20
+  with pytest.raises(ConfigError, match=r"local_checkpoint_directory=.*: give both"):
+    load(config_dir() / "base.yml", keys[0])
   off = load(config_dir() / "base.yml", "enable_emergency_checkpoint=false")
   assert off.checkpoint.local_checkpoint_period == 0 and json.dumps(off.flat()["local_checkpoint_directory"]) == '""'

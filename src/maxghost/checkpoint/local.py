@@ -48,14 +48,12 @@ class Piece(NamedTuple):
 
   def overlap(self, other: "Piece") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """The intersection, as indices into this piece and into the other; None if it is empty."""
-    ours, theirs = [], []
-    for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
-      low, high = max(a, b), min(a + n, b + m)
-      if low >= high:
-        return None
-      ours.append(slice(low - a, high - a))
-      theirs.append(slice(low - b, high - b))
-    return tuple(ours), tuple(theirs)
+    low = np.maximum(self.start, other.start)
+    high = np.minimum(np.add(self.start, self.shape), np.add(other.start, other.shape))
+    if (low >= high).any():
+      return None
+    ours, theirs = (tuple(map(slice, low - one.start, high - one.start)) for one in (self, other))
+    return ours, theirs
 
 
 Place = tuple[Path, int]  # a file, and the offset in it
