@@ -124,10 +124,11 @@ def _train(
       return code
     plan, watch = Plan.of(cfg, layout, teacher[0]), Watch(cfg.parallel.jax_distributed_timeouts[1])
     watch.start()
-    (source, tokenizer), own, batch_size = corpus, plan.own, devices.data_rows(cfg, plan.rows)
+    (source, tokenizer), own = corpus, plan.own
+    read = plan.rows // (cfg.rollout.num_generations if cfg.samples else 1)  # only the prompts of sampled answers
     dataset = data.make_dataset(
       source, cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=tokenizer, records=cfg.records,
-      batch_size=batch_size)  # fmt: skip
+      batch_size=read)  # fmt: skip
     if cfg.data.offline_data_dir:
       teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)
     session = Session(

@@ -16,7 +16,7 @@ from maxghost.interop.convert import convert
 from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_leaf
 from maxghost.interop.load_tree import load_tree
 from maxghost.optimizers import make_optimizer
-from maxghost.training.state import TrainStateNNX, from_tree, to_tree
+from maxghost.training.state import TrainStateNNX, abstract_split, from_tree, to_tree
 
 SIZES = {
   "base_emb_dim": 12,
@@ -98,6 +98,14 @@ def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_
   wanted = {"model": to_tree(abstract)["model"]}
   found = load_model.open_parameters(load_model.check_config(cfg), cfg, wanted, silent)()
   jax.tree.map(np.testing.assert_array_equal, found["model"], values)
+
+
+def test_moments_that_the_optimizer_does_not_keep_are_named(tmp_path):
+  source = unpack("linen_scanned", tmp_path)
+  for opt_type, lost in (("adamw", []), ("muon", ["opt_state/0/nu"])):  # Muon keeps first moments of matrices alone
+    said = []
+    load_tree(source, to_tree(abstract_split(given("", opt_type=opt_type))[1]), head_dim=4, say=said.append)
+    assert [line.rpartition(": ")[2] for line in said if line.startswith(f"not read from {source}")] == lost
 
 
 def records(run):

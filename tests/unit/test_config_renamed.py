@@ -69,6 +69,24 @@ def test_a_later_key_wins_over_an_earlier_name_and_is_noted(tmp_path):
   assert "own.yml:1) is overridden by checkpoint_period=5 (command line)" in note
 
 
+@pytest.mark.parametrize(
+  ("overrides", "said"),
+  [
+    ("grain_train_files=F", "grain_train_files=[F] (command line) is not read with dataset_type=stdlib"),
+    (
+      "packing=none grain_packing_type=first_fit",
+      "grain_packing_type=first_fit (command line) is not read with packing=",
+    ),
+    ("grain_train_files=[]", ""),
+    ("grain_packing_type=first_fit", ""),
+    ("dataset_type=hf hf_path=/x", ""),
+  ],
+)
+def test_a_maxtext_name_that_no_run_reads_is_noted(overrides, said):
+  notes = config.load_with_origins(None, *overrides.split()).notes
+  assert len(notes) == bool(said) and "".join(notes).startswith(said)
+
+
 def test_values_of_maxtext_names_are_checked():
   for text, told in (
     ("grain_packing_type=best_fit", "is packing=best_fit is not one of first_fit"),

@@ -191,7 +191,7 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
       {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
       "original_max_position_embeddings=x must be int",
     ),
-    ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* must name"),
+    ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* does not read it, all its layers have full_attention"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is above the greatest"),
     (
       {"model_type": "mixtral", "num_local_experts": 9000, "num_experts_per_tok": 1, "num_hidden_layers": 90_000},
@@ -220,10 +220,58 @@ def test_a_window_that_begins_at_a_huge_layer_begins_nowhere():
 
 
 @pytest.mark.parametrize(
+  ("name", "changes", "message"),
+  [  # transformers has a window of 4,096 and a first layer of 28 where these are missing
+    ("qwen3", {"max_window_layers": 0}, "x has no sliding_window"),
+    ("qwen3", {"sliding_window": 8}, "x has no max_window_layers or layer_types"),
+    ("qwen3", {"sliding_window": 8, "layer_types": [["full_attention"]] * 3}, "layer_types=.* must name"),
+    ("qwen3_moe", {"max_window_layers": 0}, "x has no sliding_window"),
+    # its first releases with Qwen3-MoE read max_window_layers, the present ones do not
+    ("qwen3_moe", {"sliding_window": 8, "max_window_layers": 1}, "max_window_layers=1: some releases of transformers"),
+    ("qwen3_moe", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "Qwen3MoeForCausalLM .* not read it"),
+    ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, "MistralForCausalLM .* not read it"),
+    ("llama2", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}, "LlamaForCausalLM .* not read it"),
+  ],
+)
+def test_which_layers_slide_is_what_every_release_of_transformers_reads(name, changes, message):
+  content = json.loads((hf_models.FOLDER / name / "config.json").read_text())
+  content = {entry: value for entry, value in content.items() if "wind" not in entry and entry != "layer_types"}
+  with pytest.raises(ConfigError, match=message):
+    huggingface_config.keys_of(content | {"use_sliding_window": True} | changes, "x")
+
+
+def test_all_layers_of_qwen3_moe_slide_without_a_first_one():
+  content = json.loads((hf_models.FOLDER / "qwen3_moe" / "config.json").read_text())
+  keys = huggingface_config.keys_of(content | {"use_sliding_window": True, "sliding_window": 8}, "x")
+  assert (keys["attention_type"], keys["sliding_window_size"]) == (("local_sliding",), 8)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("changes", [{"rope_parameters": {"rope_type": "default"}}, {"rope_theta": None}])
+def test_transformers_has_a_wavelength_of_these_models_where_it_is_missing(name, changes):
+  content = json.loads((hf_models.FOLDER / name / "config.json").read_text())
+  content |= {"rope_parameters": None, "rope_scaling": {"rope_type": "default"}} | changes
+  with pytest.raises(ConfigError, match=r"x has no rope_theta$"):
+    huggingface_config.keys_of(content, "x")
+
+
+def test_both_releases_of_transformers_read_the_same_rotation():
+  content = json.loads((hf_models.FOLDER / "gpt_oss" / "config.json").read_text())
+  keys = lambda **changes: huggingface_config.keys_of(content | {"rope_theta": 700.0} | changes, "x")  # noqa: E731
+  scaling = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 64}
+  assert keys(rope_scaling=scaling)["rope_factor"] == 3.0  # both prefer rope_scaling
+  with pytest.raises(ConfigError, match="x has no rope_scaling or rope_parameters"):  # 5 scales by 32, 4 does not
+    keys(rope_scaling=None, rope_parameters=None)
+  model = config.ModelConfig(**keys(rope_parameters={"rope_type": "default"}, vocab_size=29))
+  written = huggingface_config.config_json(model, "float32", 64, {})
+  assert written["rope_scaling"] is None  # where it is missing, 4 scales by 32
+
+
+@pytest.mark.parametrize(
   ("name", "entries"),
   [
     ("mistral", ["sliding_window"]), ("mixtral", ["rms_norm_eps"]), ("qwen3", ["head_dim"]),
-    ("qwen3_moe", ["num_key_value_heads"]), ("gpt_oss", ["rope_theta", "rope_parameters"]),
+    ("qwen3_moe", ["num_key_value_heads"]),
   ],
 )  # fmt: skip
 def test_what_transformers_would_fill_in_from_one_model_must_be_there(name, entries):

@@ -48,14 +48,12 @@ class Piece(NamedTuple):
 
   def overlap(self, other: "Piece") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """The intersection, as indices into this piece and into the other; None if it is empty."""
-    ours, theirs = [], []
-    for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
-      low, high = max(a, b), min(a + n, b + m)
-      if low >= high:
-        return None
-      ours.append(slice(low - a, high - a))
-      theirs.append(slice(low - b, high - b))
-    return tuple(ours), tuple(theirs)
+    low = np.maximum(self.start, other.start)
+    high = np.minimum(np.add(self.start, self.shape), np.add(other.start, other.shape))
+    if (low >= high).any():
+      return None
+    ours, theirs = (tuple(map(slice, low - one.start, high - one.start)) for one in (self, other))
+    return ours, theirs
 
 
 Place = tuple[Path, int]  # a file, and the offset in it
@@ -148,8 +146,7 @@ class LocalCheckpoints:
     return [name for name in names if name in self._headers and self._is_current(name) and self._is_whole(name)]
 
   def leaves(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
-    leaves = self._headers[name]["leaves"].items()
-    return {leaf: jax.ShapeDtypeStruct(shape, dtype) for leaf, (dtype, shape) in leaves}
+    return {leaf: jax.ShapeDtypeStruct(shape, dtype) for leaf, (dtype, shape) in self._headers[name]["leaves"].items()}
 
   def record(self, name: str) -> dict[str, Any]:
     """The record that `save` was given."""
@@ -198,10 +195,9 @@ class LocalCheckpoints:
 
   def names(self) -> list[str]:
     """Names of all checkpoints of which this machine has a part."""
-    found = []
     with contextlib.suppress(FileNotFoundError):
-      found = os.listdir(self.folder)
-    return [name for name in found if name.partition("-")[0].isdecimal()]
+      return [name for name in os.listdir(self.folder) if name.partition("-")[0].isdecimal()]
+    return []
 
   def newest(self) -> int:
     """The step of the newest checkpoint that a process of this machine has written completely; -1 for none."""
@@ -213,8 +209,7 @@ class LocalCheckpoints:
     later = self._attempts[words.index(attempt) + 1 :] if (attempt := name.partition("-")[2]) in words else ()
     gone_on = min((begun for _, begun in later), default=step)
     if gone_on < step:
-      since = f"the run went on from step {gone_on} since"
-      self._say(f"maxghost: local checkpoint {self.folder / name} is left out: {since}")
+      self._say(f"maxghost: local checkpoint {self.folder / name} is left out: the run went on from step {gone_on}")
     return gone_on >= step
 
   def _is_whole(self, name: str) -> bool:

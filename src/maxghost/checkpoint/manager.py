@@ -282,13 +282,8 @@ class CheckpointManager:
       words = [found["run"], secrets.token_hex(4), found["attempts"]]
     run, attempt, attempts = distributed.gather(words)[0]
     own = full_path(folder) / f"{self._directory.parent.name}-{run}"
-
-    def try_to_write() -> None:
-      own.mkdir(parents=True, exist_ok=True)
-      _try_to_write(own)
-
     try:
-      local_files.together(try_to_write, f"local_checkpoint_directory={folder} cannot be written")
+      local_files.together(lambda: _try_to_write(own), f"local_checkpoint_directory={folder} cannot be written")
     except OSError as error:
       raise ConfigError(f"{error}; name a folder on a disk of each machine, or in its memory (/dev/shm)") from error
     return local_files.LocalCheckpoints(own, self._directory, attempt, attempts, self._say)
@@ -307,6 +302,7 @@ class CheckpointManager:
 
 
 def _try_to_write(folder: Path) -> None:
+  folder.mkdir(parents=True, exist_ok=True)
   path = folder / f".writable_{distributed.index()}"
   write_text(path, "1")
   path.unlink()

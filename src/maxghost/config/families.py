@@ -67,7 +67,8 @@ class HuggingFace:
 
   demands: entries of config.json without a key here, and the values that make the function known here; the first is
     the default and is written.
-  stated: further entries that config.json must have, since without them transformers takes the value of one model.
+  stated: further entries that config.json must have, since without them transformers takes the value of one model: `a`,
+    `a or b`, or `a if c`, where c is true.
   sliding: which layers slide where `layer_types` does not say: none (""), "all", "late" (from max_window_layers on) or
     "alternate". layer_types: whether that entry is written.
   prefix: a level that some files leave out of the tensors' names. ignored: patterns of tensors without a parameter.

@@ -65,6 +65,11 @@ class OtherKey(NamedTuple):
     """The keys of the schema that the value changes. values: of the other keys."""
     return _FOLDS[self.change[0]](value, values, *self.change[1:])
 
+  def unread(self, value: Any, values: Values) -> str:
+    """The key whose value leaves this one without a reader; empty if it has one."""
+    how, _, other, *_ = (*self.change, "", "")
+    return other if how == "named" and value != () and not self.fold(value, values) else ""
+
 
 # MaxText's groups of keys, `lora: {lora_rank: 8}` in a YAML or `lora.lora_rank=8`; here the keys stand alone.
 GROUPS = ("lora", "dpo")

@@ -121,6 +121,11 @@ class ModelConfig:
   vocab_tiling_axis: str = key("tokens", choices=("tokens", "vocab"), unread="num_vocab_tiling=1")
 
   @property
+  def feed_forward_width(self) -> int:
+    """Of one expert, or of the dense layer."""
+    return self.base_mlp_dim if self.num_experts == 1 or self.base_moe_mlp_dim < 0 else self.base_moe_mlp_dim
+
+  @property
   def stacked_segments(self) -> tuple[int, ...]:
     """`segment_lengths` in entries of the stack, each a cycle of unlike layers."""
     return tuple(length // self.inhomogeneous_layer_cycle_interval for length in self.segment_lengths)
@@ -328,9 +333,6 @@ class CheckpointConfig:
   async_checkpointing: bool = key(True, unread="checkpoint_period=0")
   local_checkpoint_directory: str = key("")
   local_checkpoint_period: int = key(0, minimum=0)
-
-  def saves_locally(self, completed_steps: int) -> bool:
-    return self.local_checkpoint_period > 0 and completed_steps % self.local_checkpoint_period == 0
 
   @property
   def given(self) -> str:

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from maxghost.checkpoint import compare, inspect_checkpoint
-from maxghost.config.values import did_you_mean, print_problem
+from maxghost.config import ConfigError, did_you_mean
+from maxghost.config.values import guarded
 from maxghost.interop import convert, hf_checkpoint, huggingface, linen_scaling, quantize
 
 _TOOLS = {
@@ -18,18 +19,17 @@ _TOOLS = {
 }
 
 
+@guarded("maxghost")
 def main(argv: Sequence[str] | None = None) -> int:
-  arguments = list(sys.argv[1:] if argv is None else argv)
-  if arguments and arguments[0] in _TOOLS:
-    return _TOOLS[arguments[0]][0](arguments[1:])
-  asked = bool(arguments) and arguments[0] in ("-h", "--help")
-  if arguments and not asked:
-    hint = did_you_mean(arguments[0], _TOOLS) or f"; there are {', '.join(_TOOLS)}"
-    print_problem(f"unknown tool {arguments[0]!r}{hint}")
-    return 2
+  name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+  if name in _TOOLS:
+    return _TOOLS[name][0](rest)
+  if name not in ("", "-h", "--help"):
+    hint = did_you_mean(name, _TOOLS) or f"; there are {', '.join(_TOOLS)}"
+    raise ConfigError(f"unknown tool {name!r}{hint}")
   tools = "\n".join(f"  {name:<8} {about}" for name, (_, about) in _TOOLS.items())
-  print(f"usage: maxghost checkpoint TOOL [...]\n\n{tools}", file=sys.stdout if asked else sys.stderr)
-  return 0 if asked else 2
+  print(f"usage: maxghost checkpoint TOOL [...]\n\n{tools}", file=sys.stdout if name else sys.stderr)
+  return 0 if name else 2
 
 
 if __name__ == "__main__":

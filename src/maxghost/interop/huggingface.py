@@ -80,7 +80,7 @@ def table(model: ModelConfig) -> Iterator[tuple[Rule, int | None, int | None, st
   sizes = {
     "V": model.vocab_size, "P": model.trainable_position_size, "D": model.base_emb_dim,
     "H": model.base_num_query_heads, "K": model.base_num_kv_heads, "h": model.head_dim, "F": model.base_mlp_dim,
-    "E": model.num_experts, "M": huggingface_config.expert_width(model),
+    "E": model.num_experts, "M": model.feed_forward_width,
   }  # fmt: skip
   for shared in FAMILIES[model.decoder_block].tensors():
     when, negated = shared.when.removeprefix("!"), shared.when.startswith("!")

@@ -11,7 +11,7 @@ from typing import Any
 
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import ModelConfig, did_you_mean
-from maxghost.config.families import FAMILIES, REQUIRED, Entry, Family
+from maxghost.config.families import FAMILIES, REQUIRED, Entry, Family, HuggingFace
 from maxghost.config.values import WrongTypeError, from_python, limit_problems, shown, type_name
 
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
@@ -80,7 +80,11 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   family, read = _family(content, origin), _Reader(content, origin)
   entries = family.huggingface.entries
   missing = [x.names[0] for x in entries if x.default is REQUIRED and read.get(*x.names) is None]
-  missing += [names for names in family.huggingface.stated if not any(name in content for name in names.split(" or "))]
+  if not isinstance(rope := read.get("rope_scaling") or read.get("rope_parameters", default={}), dict):
+    raise LayoutError(f"{origin}: rope_parameters={shown(rope)} must be an object")
+  there = {name for name, x in {**rope, **content}.items() if x is not None or not name.startswith("rope")}
+  for names, _, when in (stated.partition(" if ") for stated in family.huggingface.stated):
+    missing += [names] if (not when or read.get(when)) and there.isdisjoint(names.split(" or ")) else []
   if missing:
     raise LayoutError(f"{origin} has no {', '.join(dict.fromkeys(missing))}")
   keys = {**family.needs, "decoder_block": family.name} | {entry.key: read.entry(entry) for entry in entries}
@@ -90,7 +94,7 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   if family.learned_positions:
     keys["max_target_length"] = min(256, keys["trainable_position_size"] or 1)
   if keys.get("rope_type") != "none":
-    keys |= _rotary(read)
+    keys |= _rotary(read, rope)
   if read.problems:
     raise LayoutError(*read.problems)
   if keys["base_num_decoder_layers"] * keys.get("num_experts", 1) > _MOST_PARTS:
@@ -120,16 +124,15 @@ def other_entries(content: Mapping[str, Any], model: ModelConfig) -> dict[str, A
 
 
 def _attention_types(read: _Reader, family: Family, num_layers: int) -> dict[str, Any]:
-  """Which layers slide: `layer_types` names each; without it the family's own pattern, where there is a window."""
-  window, types = read.get("sliding_window"), read.get("layer_types")
-  if types is None:
-    sliding = family.huggingface.sliding
-    if (sliding == "late" and not read.get("use_sliding_window")) or (sliding != "alternate" and not window):
-      sliding = ""
-    first = min(read.typed("max_window_layers", read.get("max_window_layers", default=0), int) or 0, num_layers)
-    slides = {"all": [True], "late": [False] * first + [True] * num_layers, "alternate": [True, False]}
-    pattern = slides.get(sliding, [False])
-    types = ["sliding_attention" if pattern[i % len(pattern)] else "full_attention" for i in range(num_layers)]
+  """Which layers slide: by `layer_types` where the family has it, else by the family's own pattern."""
+  theirs, window, types = family.huggingface, read.get("sliding_window"), read.get("layer_types")
+  if types is None or not theirs.layer_types:
+    slides = _slides(read, theirs, num_layers) if window or theirs.sliding == "alternate" else [False]
+    pattern = [("full_attention", "sliding_attention")[slides[i % len(slides)]] for i in range(num_layers)]
+    if types not in (None, pattern):
+      said = f"{theirs.model_class} of transformers does not read it, all its layers have {pattern[0]}; remove it"
+      return read.problem(f"layer_types={shown(types)}: {said}")
+    types = pattern
   if not isinstance(types, list) or len(types) < num_layers or any(t not in (*_LAYER_TYPES,) for t in types):
     names = " or ".join(_LAYER_TYPES)
     return read.problem(f"layer_types={shown(types)} must name {names} for each of {num_layers} layers")
@@ -142,11 +145,18 @@ def _attention_types(read: _Reader, family: Family, num_layers: int) -> dict[str
   }
 
 
-def _rotary(read: _Reader) -> dict[str, Any]:
-  """transformers 5 writes rope_parameters, 4 writes rope_theta and rope_scaling."""
-  parameters = read.get("rope_parameters") or read.get("rope_scaling", default={})
-  if not isinstance(parameters, dict):
-    return read.problem(f"rope_parameters={shown(parameters)} must be an object")
+def _slides(read: _Reader, theirs: HuggingFace, num_layers: int) -> list[bool]:
+  """Which layers of a cycle slide if there is a window."""
+  if theirs.sliding != "late" or not read.get("use_sliding_window"):
+    return {"all": [True], "alternate": [True, False]}.get(theirs.sliding, [False])
+  first = read.typed("max_window_layers", read.get("max_window_layers", default=None if theirs.layer_types else 0), int)
+  if first and not theirs.layer_types:
+    read.problem(f"max_window_layers={first}: some releases of transformers do not read it here; known is 0")
+  return [i >= (first or 0) for i in range(num_layers)]
+
+
+def _rotary(read: _Reader, parameters: Mapping[str, Any]) -> dict[str, Any]:
+  """parameters: transformers 5 writes them as rope_parameters; 4 writes rope_theta and, if they scale, rope_scaling."""
   theta = parameters.get("rope_theta", read.get("rope_theta", default=10000.0))
   kind = parameters.get("rope_type", parameters.get("type", "default"))
   names = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}
@@ -205,7 +215,7 @@ def config_json(
   content |= {"architectures": [theirs.model_class], "model_type": theirs.model_type}
   content |= {"dtype": dtype, "torch_dtype": dtype, **{name: known[0] for name, known in theirs.demands.items()}}
   for entry in theirs.entries:
-    value = expert_width(model) if entry.key == "base_moe_mlp_dim" else getattr(model, entry.key)
+    value = model.feed_forward_width if entry.key == "base_moe_mlp_dim" else getattr(model, entry.key)
     content |= dict.fromkeys(entry.names, value)
   if model.rope_type != "none":
     content.setdefault("max_position_embeddings", max_positions)
@@ -246,8 +256,8 @@ def _write_rotary(model: ModelConfig) -> dict[str, Any]:
     scaling["original_max_position_embeddings"] = model.original_max_position_embeddings
     scaling |= {"attention_factor": 1.0} if kind == "yarn" and not model.rope_attention_scaling else {}
   parameters = {"rope_theta": model.rope_max_timescale, "rope_type": "default"} | scaling
-  content = {"rope_theta": model.rope_max_timescale, "rope_parameters": parameters}
-  return content | ({"rope_scaling": scaling} if scaling else {})
+  # Without rope_scaling transformers 4 scales gpt-oss.
+  return {"rope_theta": model.rope_max_timescale, "rope_parameters": parameters, "rope_scaling": scaling or None}
 
 
 def _function_keys(model: ModelConfig) -> dict[str, Any]:
@@ -257,15 +267,11 @@ def _function_keys(model: ModelConfig) -> dict[str, Any]:
   if model.rope_type == "none":
     unread |= {"rope_max_timescale"}
   if model.num_experts > 1:
-    keys["base_moe_mlp_dim"] = expert_width(model)
+    keys["base_moe_mlp_dim"] = model.feed_forward_width
     unread |= {"base_mlp_dim"}
   else:
     unread |= {"num_experts_per_tok", "norm_topk_prob", "base_moe_mlp_dim"}
   return {key: value for key, value in keys.items() if key not in unread}
-
-
-def expert_width(model: ModelConfig) -> int:
-  return model.base_mlp_dim if model.base_moe_mlp_dim < 0 else model.base_moe_mlp_dim
 
 
 def differing(found: ModelConfig, wanted: ModelConfig) -> Mapping[str, tuple[Any, Any]]:

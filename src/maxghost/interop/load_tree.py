@@ -65,6 +65,9 @@ def open_load(
     found.match(ours["step"], theirs["step"], "step", cast=True)
   if text := layouts_store.misfit(path, found.missing, unused, found.unlike):
     raise LayoutError(text)
+  unread = [slash_path(place) for place, tree in source.moments.items() if not found.used >= {*tree.leaves.values()}]
+  if unread and "optimizer" in wanted:
+    say(f"not read from {path}, as the optimizer here keeps no such state: opt_state/{', opt_state/'.join(unread)}")
   rescale = head_dim is not None and source.values_from == "maxtext"
   if head_dim is not None and not source.values_from and source.layout == NNX:
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")

@@ -229,7 +229,7 @@ class RoutedMoe(nnx.Module):
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
     experts, embed = cfg.num_experts, cfg.base_emb_dim
-    width = cfg.base_mlp_dim if cfg.base_moe_mlp_dim < 0 else cfg.base_moe_mlp_dim
+    width = cfg.feed_forward_width
     self.num_experts, self.num_chosen, self.num_layers = experts, cfg.num_experts_per_tok, cfg.base_num_decoder_layers
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
     self.sums_to_one, self.sparse, self.has_bias = cfg.norm_topk_prob, cfg.sparse_matmul, cfg.mlp_bias

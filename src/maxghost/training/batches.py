@@ -94,9 +94,6 @@ class ValidationRows:
   def is_fresh(self, step: int) -> bool:
     return bool(self._sets) and step % self._every == 0
 
-  def is_scored(self, step: int) -> bool:
-    return bool(self._sets) and step % self._ghost.ghost_every == 0
-
   def closes(self, step: int) -> bool:
     """Whether the validation loss before this step closes the account of an earlier step."""
     return bool(self._sets) and step > self.first and (step - self._length) % self._every == 0

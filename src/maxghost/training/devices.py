@@ -96,11 +96,6 @@ def rows_per_step(cfg: Config, num_devices: int) -> int:
   return cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps * num_devices
 
 
-def data_rows(cfg: Config, num_rows: int) -> int:
-  """Rows to read for a batch of `num_rows`: only the prompts if several answers are sampled to each."""
-  return num_rows // cfg.rollout.num_generations if cfg.samples else num_rows
-
-
 def num_chosen(cfg: Config, num_candidates: int) -> int:
   """Rows in the training pass. ghost_select=threshold keeps all rows and masks the targets of those not chosen."""
   if cfg.ghost.ghost_select in ("none", "threshold"):

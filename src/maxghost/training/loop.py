@@ -142,7 +142,7 @@ class TrainingLoop:
 
   def _turn(self, step: int, fetched: Fetched) -> None:
     replaced = self._closing or self._close_replaced_rows(step)
-    is_plain = bool(self._val_sets) and not self._validation.is_scored(step)
+    is_plain = bool(self._val_sets) and step % self._cfg.ghost.ghost_every != 0
     name = "plain_step" if is_plain else "train_step"
     self._sinks.watch(step, f"waits until {name} is compiled")
     run = getattr(self._program, name)
@@ -162,11 +162,11 @@ class TrainingLoop:
       self._evaluate()
     if self._sampler and (is_last or done % self._cfg.run.sample_every == 0):
       self._sample()
-    saving = self._cfg.checkpoint
-    is_local = done % (saving.checkpoint_period or 1) != 0
-    if self._sinks.checkpoints and not is_last and (not is_local or saving.saves_locally(done)):
+    periods = self._cfg.checkpoint.checkpoint_period, self._cfg.checkpoint.local_checkpoint_period
+    durable, local = (period > 0 and done % period == 0 for period in periods)
+    if self._sinks.checkpoints and not is_last and (durable or local):
       self._read_started()
-      self._save(is_local)
+      self._save(local=not durable)
 
   def _close_replaced_rows(self, step: int) -> dict[str, jax.Array] | None:
     """Closes the account of rows that this step replaces (`step.make_closing`), before the state is donated."""

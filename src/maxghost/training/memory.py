@@ -252,9 +252,7 @@ class Step:
     self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
     self.heads = self.num_heads * m.head_dim
     self.kv = device.part(m.base_num_kv_heads, "activation_kv_heads") * m.head_dim
-    width = m.base_mlp_dim
-    if m.num_experts > 1:  # each token passes through several experts
-      width = (m.base_moe_mlp_dim if m.base_moe_mlp_dim > 0 else width) * m.num_experts_per_tok
+    width = m.feed_forward_width * (m.num_experts_per_tok if m.num_experts > 1 else 1)
     self.feed_forward = device.part(width, "activation_mlp")
     self.whole_length = device.cfg.data.max_target_length
     apart = device.length < self.whole_length

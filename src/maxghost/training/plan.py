@@ -42,8 +42,7 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   """FLOPs of forward and backward, with padding; only the experts that tokens reach and pairs inside a window count."""
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
-  width = model.base_moe_mlp_dim if model.num_experts > 1 and model.base_moe_mlp_dim > 0 else model.base_mlp_dim
-  mlp_weights = (len(model.mlp_activations) + 1) * d * width * model.num_experts_per_tok
+  mlp_weights = (len(model.mlp_activations) + 1) * d * model.feed_forward_width * model.num_experts_per_tok
   mlp_weights += d * model.num_experts if model.num_experts > 1 else 0
   layers = model.base_num_decoder_layers
   further = model.mtp_num_layers  # each a layer, a projection and the output head
