@@ -36,7 +36,7 @@ def files_of(step: int) -> tuple[str, str]:
   return f"sketch_{step}.npy", f"blocks_{step}.npz"
 
 
-def save(path: Path, arrays: np.ndarray | dict[str, np.ndarray]) -> str:
+def save(path: Path, arrays: Any) -> str:
   """Writes an `.npy` or `.npz` file whole and returns its name. A reader that has mapped an earlier one keeps it."""
   with write_whole(path) as file:
     np.savez(file, **arrays) if isinstance(arrays, dict) else np.save(file, arrays)

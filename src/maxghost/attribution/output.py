@@ -68,7 +68,8 @@ def as_json(answer: Answer, by: str) -> str:
 def as_csv(answer: Answer) -> str:
   """A header and one line per group; a non-finite number is empty, a text that a spreadsheet would run gets a '."""
   lines: list[str] = []
-  writer = csv.writer(SimpleNamespace(write=lines.append))  # with line ends of \n alone it would not quote an \r
+  file: Any = SimpleNamespace(write=lines.append)
+  writer = csv.writer(file)  # with line ends of \n alone it would not quote an \r
   writer.writerow(answer.columns)
   for row in _plain_rows(answer):
     writer.writerow(f"'{v}" if isinstance(v, str) and v.startswith(FORMULA) else v for v in row)

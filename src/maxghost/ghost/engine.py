@@ -253,15 +253,16 @@ def _check_batches(train_batch, val_batches: tuple) -> None:
 
 def _identity(function: Callable):
   """(key that identifies a loss function, objects to keep alive while the key is used)."""
-  if not isinstance(function, (types.FunctionType, types.MethodType)):
+  plain = function.__func__ if isinstance(function, types.MethodType) else function
+  if not isinstance(plain, types.FunctionType):
     return function, ()
-  closure = (cell.cell_contents for cell in function.__closure__ or ())
-  defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-  own = getattr(getattr(function, "__self__", None), "__dict__", {})
-  used = (own[name] for name in function.__code__.co_names if name in own)
-  held = (function.__globals__, *closure, *defaults, *used)
+  closure = (cell.cell_contents for cell in plain.__closure__ or ())
+  defaults = (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values())
+  owner = getattr(function, "__self__", None)
+  used = (vars(owner)[name] for name in plain.__code__.co_names if name in getattr(owner, "__dict__", {}))
+  held = (plain.__globals__, owner, *closure, *defaults, *used)
   held += (*jax.tree.leaves(held[1:]),)  # a model or a list may change in place
-  return (function.__code__, tuple(id(x) for x in held)), held
+  return (plain.__code__, tuple(id(x) for x in held)), held
 
 
 def _refuse_randomness(model, loss_fn: Callable, batch) -> None:

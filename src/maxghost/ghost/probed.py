@@ -137,10 +137,9 @@ class LayerPasses:
     out, after = getattr(layer, self.method)(*args, **kwargs), _held(layer)
     changed = ", ".join(name for name, value in after.items() if value is not before.get(name))
     if changed or not isinstance(out, jax.Array):
-      said = f"{self.info.path}.{self.method} " + (
-        f"changes {changed}" if changed else f"returns a {type(out).__name__}"
-      )
-      said += ", but a layer with a rule keeps what it holds (BatchNorm: call model.eval() first) and returns one array"
+      done = f"changes {changed}" if changed else f"returns a {type(out).__name__}"
+      said = f"{self.info.path}.{self.method} {done}, but a layer with a rule keeps what it holds (BatchNorm: call"
+      said += " model.eval() first) and returns one array"
       raise ValueError(f"{said}: change it, name its parameters in ghost_exclude, or use ghost_schedule=forward_mode")
     return out
 

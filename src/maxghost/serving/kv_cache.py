@@ -34,7 +34,8 @@ class Prompt:
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, **options):
     size, held = min(self._size, options.get("window") or self._size), _held(self, k_BTKh, v_BTKh)
     self.entries.append(tuple(_slots(x.swapaxes(1, 2), self._lengths_B, size) for x in held))
-    return attention.attend(q_BTHh, *_restored(held, q_BTHh.dtype), segment_ids_BT, **options)
+    k_BTKh, v_BTKh = _restored(held, q_BTHh.dtype)
+    return attention.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **options)
 
 
 class Continuation:

@@ -170,9 +170,10 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
   chosen = {name: values[name] for name in _SAMPLING}
-  is_greedy = chosen["temperature"] < COLDEST
+  if is_greedy := chosen["temperature"] < COLDEST:
+    chosen["temperature"] = 1.0
   try:
-    sampling = Sampling(**chosen | ({"temperature": 1.0} if is_greedy else {}))
+    sampling = Sampling(**chosen)
   except ConfigError as error:
     raise Refused(str(error), str(error).partition("=")[0]) from error
   if is_greedy:  # the likeliest token, which survives every cut
