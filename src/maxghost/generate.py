@@ -156,6 +156,8 @@ def _show(texts: Sequence[str], rows: Sequence, stream: Iterator) -> None:
   shown = printable if sys.stdout.isatty() else str  # a file or another program gets the text as it is
 
   def take(progress, last: bool) -> None:
+    if any(logp != logp for logp in progress.logps_BN.ravel()):
+      raise ConfigError("the log-probability of a token is NaN: the weights of the model may have diverged")
     for i, row in enumerate(rows):
       new = row.take(progress.row(i), last)
       if alone and new:

@@ -72,6 +72,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   args.percent = Fraction(share[1]) if share else 0  # of a float, 16.1 % of 1000 would be 162
   if args.keep and not 0 < args.percent <= 100:
     raise ConfigError(f"--keep {args.keep}: a share of the documents above 0% and up to 100%, such as 5%")
+  if args.drop_below != args.drop_below:
+    raise ConfigError("--drop-below nan: nothing is below it; give a number")
   ids = "--keep" if args.keep else "--drop-below" if args.drop_below is not None else ""
   if ids and args.by not in ("domain", "document", "id"):
     raise ConfigError(f"--by {args.by}: {ids} writes the ids of documents, or with --by id those of records")

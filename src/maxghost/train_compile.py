@@ -5,11 +5,12 @@ cpu-N needs nothing. Exit codes: 0 the step compiles and fits, 1 it does not fit
 """
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from maxghost import cli
-from maxghost.config import Config
+from maxghost.config import Config, ConfigError
 from maxghost.config.values import naming
 from maxghost.parallel import topologies
 
@@ -35,14 +36,19 @@ def _run(cfg: Config) -> int:
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
   for line in [*plan.lines(), *plan.memory.table()]:
     print(line, flush=True)
+  if file := cfg.parallel.compiled_trainstep_file:
+    try:
+      (folder := Path(file).parent).mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+      raise ConfigError(f"compiled_trainstep_file={file} cannot be written: {error}; name another place") from error
   compiled = aot.compile_step(plan)
   lines, fits = aot.report_lines(compiled, topology)
   for line in lines:
     print(line, flush=True)
-  if cfg.parallel.compiled_trainstep_file and compiled.executable is not None:
-    path = Path(cfg.parallel.compiled_trainstep_file)
-    with naming("compiled_trainstep_file", path):
-      print(f"saved {path}: {compiled.save(path) / 1e6:.1f} MB")
+  if file and compiled.executable is not None:
+    with naming("compiled_trainstep_file", file):
+      print(f"saved {file}: {compiled.save(Path(file)) / 1e6:.1f} MB")
   print(f"done in {time.perf_counter() - begin:.1f} s")
   return 0 if fits else 1
 

@@ -177,6 +177,7 @@ def test_where_reads_quotes_and_spaces(run_dir):
     (["--top", "-1"], "--top -1: at least 0"),
     (["--botom", "1"], "did you mean '--bottom'?"),
     (["--drop-below", "0", "--output", "x", "--by", "step"], "--by step: --drop-below writes the ids of documents"),
+    (["--drop-below", "nan", "--output", "x"], "--drop-below nan: nothing is below it"),
     (["--drop-below", "0", "--output", "x", "--top", "3"], "--top has no effect with --drop-below"),
     (["--export", "parquet", "--where", "step=1"], "--where has no effect with --export; leave one of them out"),
     (["--what-if", "reward=x", "--format", "json"], "--format has no effect with --what-if"),

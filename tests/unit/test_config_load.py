@@ -265,6 +265,8 @@ def test_missing_and_unreadable_files(tmp_path):
     f"config file elsewhere/bsae.yml does not exist; nearest is {config.config_dir() / 'base.yml'}"
   ]
   assert problems_of(tmp_path) == [f"config file {tmp_path} is a folder"]
+  write(tmp_path / "config.yml", "")
+  assert problems_of(tmp_path) == [f"config file {tmp_path} is a folder; give {tmp_path}/config.yml"]
   assert problems_of("steps") == ["config file steps does not exist; for the key, write steps=VALUE"]
 
 

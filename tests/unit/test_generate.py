@@ -219,6 +219,18 @@ def test_models_that_cannot_be_used(folder, tmp_path, capsys):
   assert "differ in base_mlp_dim" in capsys.readouterr().err
 
 
+def test_weights_that_have_diverged_are_told(folder, capsys, monkeypatch):
+  load = load_model.load
+
+  def diverged(*arguments):
+    graphdef, state = load(*arguments)
+    return graphdef, jax.tree.map(lambda x: x * float("nan"), state)
+
+  monkeypatch.setattr(load_model, "load", diverged)
+  assert run(folder, "--prompt", "ab", "--max_new_tokens", 2) == 2
+  assert "the log-probability of a token is NaN" in capsys.readouterr().err
+
+
 def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, tmp_path, capsys, monkeypatch):
   """With a learning rate of 0 the parameters after a step are the given ones, bit by bit, and write the same texts."""
   monkeypatch.setattr(samples, "NUM_TOKENS", 5)

@@ -58,3 +58,15 @@ def test_a_checkpoint_of_one_continues_on_the_other(runs, name):
   assert_alike(runs / f"{name} broken", runs / name)
   paths = [str(runs / found / "run" / "checkpoints" / "3") for found in (f"{name} broken", name)]
   assert compare.main([*paths, "--atol", "1e-5"]) == 0
+
+
+def test_a_run_says_that_the_balance_loss_of_experts_changes_with_the_micro_batches(tmp_path, capsys):
+  keys = (*KEYS, *STAGES[:2], "per_device_batch_size=2", "decoder_block=mixtral", "num_experts=2",
+          "num_experts_per_tok=1", "load_balance_loss_weight=0.1")  # fmt: skip
+  with tiny.cheap_compilation():
+    assert train.main([*keys, f"base_output_directory={tmp_path / 'whole'}"]) == 0
+    run_copies.interrupted(tmp_path / "whole", tmp_path / "broken")
+    more = "num_pipeline_microbatches=4"
+    assert train.main([*keys, f"base_output_directory={tmp_path / 'broken'}", more]) == 0
+  said = "num_pipeline_microbatches is another: the balance loss of experts is computed per micro-batch"
+  assert capsys.readouterr().out.count(said) == 1

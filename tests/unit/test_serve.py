@@ -296,6 +296,8 @@ def test_a_key_is_asked_for():
     assert call(port, COMPLETIONS, {"prompt": "a"}, Authorization="Bearer gehé".encode())[0] == 401
     status, answer = call(port, COMPLETIONS, {"prompt": "a"}, Authorization="Bearer gehéim".encode("latin-1"))
     assert status == 200 and answer["choices"][0]["text"] == "a"
+    assert call(port, "/v1/models", None, Authorization="bearer gehéim".encode("latin-1"))[0] == 200
+    assert call(port, "/health/", None)[0] == 404  # it was sent to the Host that the client had named
     for path in ("/v1/models", "/metrics", "/v1/sources"):
       assert call(port, path, {} if path == "/v1/sources" else None)[0] == 401
     for path in ("/", "/page.js", "/style.css", "/health"):

@@ -130,6 +130,7 @@ def one_layer() -> config.Config:
     ({}, "compile_topology is missing"),
     ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 3}, "ici_tensor_parallelism=3 = 3 does not divide the 8"),
     ({"compile_topology": "0xcpu-8"}, "compile_topology=0xcpu-8"),
+    ({"compile_topology": "cpu-8", "compiled_trainstep_file": "/dev/null/x"}, "file=/dev/null/x cannot be written"),
     ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 8}, "axis 'kv_heads' of size 4 does not divide over tens"),
     ({"compile_topology": "cpu-8", "logical_axis_rules": "[[embd,[fsdp]]]"}, "no tensor has axis 'embd'; did you mean"),
   ],

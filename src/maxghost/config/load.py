@@ -104,6 +104,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
     reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
     near = (values.nearest_beside(folder / path.name, "*.y*ml") for folder in (path.parent, files.config_dir()))
     hint = f"; for the key, write {path}=VALUE" if str(path) in fields() else next(filter(None, near), "")
+    hint = f"; give {path / 'config.yml'}" if (path / "config.yml").is_file() else hint
     problems.append(f"config file {path} {reason}{hint}")
     return {}
   except yaml.YAMLError as error:

@@ -59,6 +59,7 @@ class Server:
     routes += [self._route(path, answer, is_open=True) for path, answer in opened.items()]
     handlers: dict[Any, Any] = {HTTPException: self._no_route, Exception: self._failed}
     self._paths, self.app = [one.path for one in routes], Starlette(routes=routes, exception_handlers=handlers)
+    self.app.router.redirect_slashes = False  # it would redirect to any Host, before `_admit`
 
   def _route(self, path: str, answer: Callable[..., Awaitable[Response]], method: str = "GET", is_open: bool = False):
     async def endpoint(request: HTTPRequest) -> Response:
@@ -76,7 +77,8 @@ class Server:
     """Raises Refused for a wrong key; without keys, for a foreign page that calls this machine from a browser."""
     headers = request.headers
     if self._key:
-      given = headers.get("authorization", "").removeprefix("Bearer ")
+      scheme, _, given = headers.get("authorization", "").partition(" ")
+      given = given if scheme.lower() == "bearer" else scheme
       if not is_open and not hmac.compare_digest(given.encode(), self._key.encode()):
         said = "wrong API key" if given else "no API key; send the header Authorization: Bearer KEY"
         raise Refused(said, code="invalid_api_key", status=401, **{"WWW-Authenticate": "Bearer"})

@@ -47,7 +47,7 @@ class Sampling:
 
 
 def choose(logits_BV, keys_B, sampling: Sampling, seen_BV=None):
-  """(token int32 [B], its log-probability float32 [B]: 0 at temperature 0).
+  """(token int32 [B], its log-probability float32 [B]: 0 at temperature 0, NaN where logits are).
 
   keys_B: one random key per row, so that a row's text does not depend on the others. seen_BV: tokens of each row, for a
   repetition_penalty.
@@ -55,7 +55,8 @@ def choose(logits_BV, keys_B, sampling: Sampling, seen_BV=None):
   if sampling.repetition_penalty != 1.0:
     logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
   if sampling.temperature == 0.0:
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), jnp.zeros(len(logits_BV), jnp.float32)
+    token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return token_B, jnp.where(jnp.isnan(logits_BV).any(-1), jnp.nan, 0).astype(jnp.float32)
   logits_BV = cut(logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32)) / sampling.temperature, sampling)
   token_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
   logp_BV = jax.nn.log_softmax(logits_BV, axis=-1)

@@ -38,7 +38,6 @@ class Compiled(NamedTuple):
   def save(self, path: Path) -> int:
     """Pickles the serialized executable; returns its size in bytes. JAX's
     `serialize_executable.deserialize_and_load(*pickle.load(file))` loads it, on these devices and versions."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     return path.write_bytes(pickle.dumps(serialize_executable.serialize(self.executable)))
 
 

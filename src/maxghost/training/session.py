@@ -176,6 +176,9 @@ class Session:
       if "steps" in self._existing.changed:
         before, now = self._existing.changed["steps"]
         say(f"steps: {before} -> {now}; the learning-rate schedule now spans {now} steps")
+      if cfg.model.num_experts > 1 and cfg.model.load_balance_loss_weight:
+        for key in sorted(name for name in self._existing.changed if "pipeline" in name):
+          say(f"{key} is another: the balance loss of experts is computed per micro-batch of the pipeline")
       tree = restored.tree
       if frozen:
         _, kept = state.saved_parts(self._begun())
