@@ -96,10 +96,16 @@ def main(argv: list[str] | None = None) -> int:
   if args.method == LESS:
     check_less(cfg, args, paths)
   run_cfg, cfg = cfg, scoring_config(cfg, args, paths)
+  import jax
+
   from maxghost.attribution.corpus import Corpus
+  from maxghost.parallel import heap
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
+  heap.call("mallopt", heap.ARENA_MAX, 1)  # as in training, before XLA starts its threads
+  if jax.default_backend() == "cpu":
+    heap.keep()
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
   if corpus is None and args.data:
     corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records)
