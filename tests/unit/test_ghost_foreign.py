@@ -440,7 +440,7 @@ def test_an_empty_batch_is_refused_by_name(mlp, empty):
     ghost.GhostEngine().score(model, *given.values(), loss_fn=squared_loss)
 
 
-ORDER = np.array([3, 0, 2, 1, 6, 4, 5])
+ORDERS = {"reordered": np.array([3, 0, 2, 1, 6, 4, 5]), "mirrored": np.array([3, 2, 1, 0, 4, 5, 6])}
 
 
 class Coupled(Mlp):
@@ -453,8 +453,8 @@ class Coupled(Mlp):
 
   def __call__(self, x):
     x = self.norm(self.first(x))
-    if self.how == "reordered":  # and put back: each row's loss is its own
-      order = ORDER[len(x) > ORDER]
+    if self.how in ORDERS:  # and put back: each row's loss is its own
+      order = ORDERS[self.how][len(x) > ORDERS[self.how]]
       return self.second(x[order])[np.argsort(order)]
     if self.how == "statistics":
       x = x - jax.lax.stop_gradient(x.mean(0, keepdims=True))
@@ -467,6 +467,7 @@ class Coupled(Mlp):
   ("how", "schedule", "named"),
   [
     ("reordered", "two_pass", "second/kernel"),
+    ("mirrored", "two_pass", "second/kernel"),
     ("batch norm", "two_pass", "first/bias, first/kernel, norm/scale"),
     ("next row", "concat", "first/bias, first/kernel, norm/bias, norm/scale"),
     ("statistics", "two_pass", None),

@@ -135,9 +135,10 @@ class GhostEngine:
       program = self._compile(model, graphdef, objective := as_objective(loss_fn), train_batch, val_batches, many)
       if self.engine == "graddotprod":
         unit = np.arange(len(all_rows)) // objective.rows_per_unit
-        # Halves, and the Thue-Morse sequence: every row is once on the other side of its neighbours near and far.
-        for counted in (unit <= unit[-1] // 2, np.bitwise_count(unit) % 2 == 1):
-          _refuse_coupled(program(params, rest, train_batch, val_batches, state, delta, counted)[1])
+        for place in range(int(unit[-1]).bit_length()):  # any two units differ in a bit of their numbers
+          ones = (unit >> place & 1).astype(bool)
+          for counted in (ones, ~ones):
+            _refuse_coupled(program(params, rest, train_batch, val_batches, state, delta, counted)[1])
       self._compiled[key] = program, held
     self._compiled.move_to_end(key)
     while len(self._compiled) > MAX_COMPILED:
