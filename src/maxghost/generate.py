@@ -76,6 +76,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   args = parser.parse(flags := from_keys(typed))
   parser.check(args, max_new_tokens=1, cache=0)
   parser.check(args, SEEDS[1], seed=SEEDS[0])
+  if "" in args.stop:
+    parser.error("--stop '' would stop at once; leave it out, or give the text to stop at")
   args.key = "" if flags is typed else "load_parameters_path"
   return args
 

@@ -291,7 +291,9 @@ def test_the_index_prepares_its_batches_as_the_objective_says(corpora, tmp_path,
   rows = len(list(corpora[0].batches(1)))
   monkeypatch.setattr(LanguageModelLoss, "prepare", first_three)
   with tiny.cheap_compilation():
+    (tmp_path / "sketch_99.npy").write_bytes(b"of an index that was here before")
     count = offline.build_index(cfg, iter(points(cfg)[:1]), corpora[0], tmp_path, ROWS, rows, 2)
+  assert not (tmp_path / "sketch_99.npy").exists() and len(list(tmp_path.glob("sketch_*"))) == 1
   tokens = [json.loads(line)[-1] for line in (tmp_path / "ids.jsonl").read_text().splitlines()]
   assert len(tokens) == count > 4 and max(tokens) == 3
 

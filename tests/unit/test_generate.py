@@ -188,6 +188,7 @@ def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
   [
     (["--max_new_tokens", 3], "no prompt"),
     (["--prompt", "a", "--max_new_tokens", 0], "--max_new_tokens 0: at least 1"),
+    (["--prompt", "a", "--stop", ""], "--stop '' would stop at once"),
     (["--prompt", "a", "--max_new_tokens", 10**13], "--max_new_tokens 10000000000000: at most 1000000000"),
     (["--prompt", "a", "--seed", 1 << 63], "--seed 9223372036854775808: at most"),
     (["--prompt", "a\udcff"], "the prompt 'a\\udcff' is no valid Unicode: surrogates not allowed at place 1"),

@@ -315,6 +315,15 @@ def test_arguments_that_are_missing_or_no_batch_are_named():
       ghost.GhostEngine().score(model, train, val, loss_fn=loss_fn)
 
 
+def test_a_call_under_jit_and_a_list_in_a_layer_are_named():
+  model, batch = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), {"x": np.ones((5, 4), np.float32)}
+  with pytest.raises(ValueError, match=r"call it outside of jax\.jit, nnx\.jit"):
+    nnx.jit(lambda m, b: ghost.GhostEngine().score(m, b, b, loss_fn=squares).dot)(model, batch)
+  padded = nnx.Conv(4, 3, (3,), padding=[(2, 0)], rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"unhashable type: 'list'.*make it a tuple"):
+    ghost.GhostEngine().score(padded, {"x": np.ones((5, 7, 4), np.float32)}, batch, loss_fn=squares)
+
+
 COLUMNS = ("predicted_examples", "momentum", "weight_decay", "unscored", "direction_residual")
 
 

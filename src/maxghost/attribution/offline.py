@@ -134,6 +134,9 @@ def build_index(
     "files": {name: sha256(folder / name) for name in names},
   }  # fmt: skip
   write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
+  for path in (*folder.glob("sketch_*.npy"), *folder.glob("blocks_*.npz")):
+    if path.name not in names:  # of an earlier index here, with other checkpoints
+      path.unlink()
   return len(chunks)
 
 

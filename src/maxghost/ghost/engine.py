@@ -127,9 +127,15 @@ class GhostEngine:
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
     loss_fn = loss_fn or self.default_loss
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
+      raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
     identity, held = _identity(loss_fn)
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
+    try:
+      hash(graphdef)
+    except TypeError as error:
+      raise ValueError(f"the model has a static attribute that cannot be hashed ({error}); make it a tuple") from error
     if key not in self._compiled:
       _refuse_randomness(model, loss_fn, train_batch)
       program = self._compile(model, graphdef, objective := as_objective(loss_fn), train_batch, val_batches, many)
