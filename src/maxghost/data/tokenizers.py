@@ -273,7 +273,7 @@ _LLAMA3_SPLIT = (
 def _tiktoken_name(tiktoken, name: str):
   known = tiktoken.list_encoding_names()
   if name not in known:
-    hint = did_you_mean(name, known) or f"; tiktoken has {', '.join(known)}"
+    hint = did_you_mean(name, known, "tiktoken has")
     raise ConfigError(f"tokenizer_path={name} is neither a file nor a tiktoken encoding{hint}")
   try:
     return tiktoken.get_encoding(name)

@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if name in _TOOLS:
     return _TOOLS[name][0](rest)
   if name not in ("", "-h", "--help"):
-    hint = did_you_mean(name, _TOOLS) or f"; there are {', '.join(_TOOLS)}"
-    raise ConfigError(f"unknown tool {name!r}{hint}")
+    raise ConfigError(f"unknown tool {name!r}{did_you_mean(name, _TOOLS, 'there are')}")
   tools = "\n".join(f"  {name:<8} {about}" for name, (_, about) in _TOOLS.items())
   print(f"usage: maxghost checkpoint TOOL [...]\n\n{tools}", file=sys.stdout if name else sys.stderr)
   return 0 if name else 2

@@ -87,7 +87,7 @@ def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]
     if name in fields:
       values[name] = values[name] if value is None else _checked(name, value, *fields[name])
     elif name not in _NEUTRAL:
-      hint = did_you_mean(name, fields) or f"; there are {', '.join(fields)}"
+      hint = did_you_mean(name, fields, "there are")
       raise Refused(f"unknown parameter {_short(name)}{hint}", name[:64], "unknown_parameter")
     elif value not in (None, _NEUTRAL[name]):
       raise Refused(f"{name}={_short(value)} is not offered; leave {name} out", name, "unsupported_parameter")
