@@ -16,9 +16,8 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.checkpoint.host_checksum import checksum_of
-from maxghost.config import ConfigError
 from maxghost.config.files import check_seal, write_text
-from maxghost.config.values import listed, slash_path
+from maxghost.config.values import ConfigError, listed, slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")

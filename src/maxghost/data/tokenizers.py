@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.values import import_package
+from maxghost.config.values import ConfigError, did_you_mean, import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from maxghost.checkpoint import compare, inspect_checkpoint
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.values import guarded
+from maxghost.config.values import ConfigError, did_you_mean, guarded
 from maxghost.interop import convert, hf_checkpoint, huggingface, linen_scaling, quantize
 
 _TOOLS = {

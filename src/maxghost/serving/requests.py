@@ -7,9 +7,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.arguments import SEEDS
-from maxghost.config.values import printable
+from maxghost.config.values import ConfigError, did_you_mean, printable
 from maxghost.data.conversations import Rendering, messages_of
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.serving.batcher import Batcher, Request
