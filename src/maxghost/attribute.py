@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
   if asked:
-    for name in asked.domains:
+    for name in asked.source.domains:
       queries[name], total = asked.sample(name, args.query_rows)
       if total > args.query_rows:
         print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
@@ -183,7 +183,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
     print(COMPILING, flush=True)
     count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
     writer.close()
-    config.save(as_run(run_cfg, args.data, corpus.domains), folder / "config.yml")
+    config.save(as_run(run_cfg, args.data, corpus.source.domains), folder / "config.yml")
   against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
   print(f"scored {count:,} chunks against {against}: {args.output}")
   log = attribution.load(args.output)
@@ -231,7 +231,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths)
     print(COMPILING, flush=True)
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
-    config.save(as_run(run_cfg, args.data, corpus.domains), args.index / "config.yml")
+    config.save(as_run(run_cfg, args.data, corpus.source.domains), args.index / "config.yml")
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0

@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
   verb, rest = arguments[0], arguments[1:]
   if verb not in VERBS:
     within = [f"; it is {outer} {verb}" for outer, inner in WITHIN.items() if verb in inner]
-    hint = (within or [did_you_mean(verb, VERBS) or f"; there are {', '.join(VERBS)}"])[0]
+    hint = (within or [did_you_mean(verb, VERBS, "there are")])[0]
     raise ConfigError(f"unknown command '{verb}'{hint}")
   return importlib.import_module(VERBS[verb][0]).main(rest)
 

@@ -73,7 +73,7 @@ def points(cfg):
 
 @pytest.fixture(scope="module")
 def queries(corpora):
-  return {name: corpora[1].sample(name, 2)[0] for name in corpora[1].domains}
+  return {name: corpora[1].sample(name, 2)[0] for name in corpora[1].source.domains}
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """GGUF files: written here byte by byte and by the library, against plain loops over their blocks; and hostile ones."""
 
 import struct
+import sys
 import time
 
 import numpy as np
@@ -338,3 +339,13 @@ def test_flipped_bits_never_end_in_a_traceback(tmp_path):
     except ConfigError:
       refused += 1
   assert refused > 50
+
+
+@pytest.mark.parametrize("package", ["gguf", "tokenizers"])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package):
+  write(tmp_path / "model.gguf")
+  file = gguf.open_file(tmp_path / "model.gguf")
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(ConfigError, match=rf"model\.gguf.* needs the package {package}; .*pip install 'maxghost\[hf\]'"):
+    gguf.open_file(tmp_path / "model.gguf")
+    gguf.write_tokenizer(file, tmp_path / "tokenizer")

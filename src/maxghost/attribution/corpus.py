@@ -62,10 +62,6 @@ class Corpus:
     self.fingerprint = dataset.fingerprint
     return self
 
-  @property
-  def domains(self) -> tuple[str, ...]:
-    return self.source.domains
-
   def document_id(self, index: int) -> DocumentId:
     return self.source.document_id(int(index))
 

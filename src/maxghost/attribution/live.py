@@ -9,8 +9,7 @@ from pathlib import Path
 from maxghost.attribution import html
 from maxghost.attribution.summary import summarize
 from maxghost.attribution.texts import Source
-from maxghost.config import ConfigError
-from maxghost.config.values import nearest_beside
+from maxghost.config.values import ConfigError, nearest_beside
 from maxghost.scorelog.reader import load
 
 ADDRESS = "127.0.0.1"

@@ -17,9 +17,8 @@ from maxghost.attribution.numbers import integer, number, plus_minus
 from maxghost.attribution.query import Answer
 from maxghost.attribution.report_text import loss_of
 from maxghost.attribution.texts import snippet
-from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
-from maxghost.config.values import import_package, printable
+from maxghost.config.values import ConfigError, import_package, printable
 
 WIDE = 120  # characters; a narrower table leaves out what it can
 PIPE_WIDTH = 160  # of a table that no terminal shows

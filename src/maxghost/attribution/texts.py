@@ -60,13 +60,12 @@ class Source:
     """The texts of the ids that the source still has; one pass over the ids, and only found texts are read."""
     if self.documents is None:
       return {}
-    from maxghost.data import DocumentId, find_documents
+    from maxghost.data import find_documents
     from maxghost.data.sources.base import read_or_skip
 
-    found = find_documents(self.documents, [DocumentId(*key) for key in wanted])
+    found = find_documents(self.documents, wanted)
     texts = zip(found, read_or_skip(self.documents.texts, np.array([*found.values()], np.int64)), strict=True)
-    shown = {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
-    return {(key.domain, key.path, key.offset): text for key, text in shown.items()}
+    return {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
 
 
 def snippet(text: str, num_chars: int) -> str:

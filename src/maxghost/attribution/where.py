@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.values import printable
+from maxghost.config.values import ConfigError, did_you_mean, printable
 from maxghost.scorelog.format import ROW_COLUMNS, TEXTS, row_dtype
 from maxghost.scorelog.reader import ScoreLog
 

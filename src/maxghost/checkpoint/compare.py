@@ -17,9 +17,8 @@ import numpy as np
 from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import AnyPath, Opener, open_tree
-from maxghost.config import ConfigError
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guarded, slash_path
+from maxghost.config.values import ConfigError, guarded, slash_path
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
 SHAPE, DTYPE, VALUE = "shape", "dtype", "value"

@@ -9,8 +9,7 @@ from typing import Any
 from maxghost.checkpoint import layouts_layers
 from maxghost.checkpoint.layouts_layers import ParamTree, Path, leaf_text, split_layers, whole
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
-from maxghost.config import did_you_mean
-from maxghost.config.values import slash_path
+from maxghost.config.values import did_you_mean, slash_path
 
 LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS = "linen", "nnx", "nnx_old", "maxghost", "params"
 LAYOUTS = (LINEN, NNX, NNX_OLD, MAXGHOST, PARAMS)

@@ -16,9 +16,8 @@ import numpy as np
 import tensorstore as ts
 
 from maxghost.checkpoint.host_checksum import checksum_of
-from maxghost.config import ConfigError
 from maxghost.config.files import check_seal, write_text
-from maxghost.config.values import slash_path
+from maxghost.config.values import ConfigError, listed, slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -47,10 +46,6 @@ def full_path(path: AnyPath) -> Path:
   if "://" in str(path):
     raise LayoutError(f"{path}: only local folders are read and written; copy the checkpoint here first")
   return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nested(flat: Mapping[Any, Any]) -> Any:

@@ -116,7 +116,7 @@ def guarded(name: str) -> Callable[[Callable[..., int | None]], Callable[..., in
   return lambda main: functools.wraps(main)(lambda *args, **options: guard(lambda: main(*args, **options), name))
 
 
-def import_package(name: str, user: str, extra: str = "data") -> Any:
+def import_package(name: str, user: object, extra: str = "data") -> Any:
   """An optional package, or a module of it. Raises ConfigError that says what needs it and how to install it."""
   try:
     return importlib.import_module(name)
@@ -140,11 +140,15 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
   return [plain[candidate] for candidate in found[:limit]]
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-  """`; did you mean 'steps'?`, or nothing when no valid name is near."""
+def did_you_mean(name: str, valid: Iterable[str], otherwise: str = "") -> str:
+  """`; did you mean 'steps'?`, or where no valid name is near, nothing, or with `otherwise` all: `; there are a, b`."""
   if not (names := [f"'{found}'" for found in nearest(name, valid)]):
-    return ""
+    return otherwise and f"; {otherwise} {', '.join(valid) or 'none'}"
   return "; did you mean " + " or ".join(filter(None, [", ".join(names[:-1]), names[-1]])) + "?"
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nearest_beside(path: Path, pattern: str = "*/") -> str:

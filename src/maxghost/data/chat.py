@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxghost.config import ConfigError
-from maxghost.config.values import naming
+from maxghost.config.values import ConfigError, naming
 from maxghost.data.tokenizer_files import TEMPLATE
 from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 

@@ -128,12 +128,11 @@ class Dataset:
     pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
+  @functools.cache  # noqa: B019 - one dataset per run
   def validation_rows(self, domain: str | None = None) -> packing.Rows:
     """The packed rows of a validation domain; `validation_batch` repeats after them."""
-    return self._validation_rows(self.val_domain if domain is None else domain)
-
-  @functools.cache  # noqa: B019 - one dataset per run
-  def _validation_rows(self, domain: str) -> packing.Rows:
+    if domain is None:
+      return self.validation_rows(self.val_domain)
     domains = [name for part in self.parts for name in part.source.domains]
     check_known("validation_batch", [domain], domains, "the data")
     number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)

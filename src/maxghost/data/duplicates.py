@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxghost.config import ConfigError
 from maxghost.config.files import write_text
-from maxghost.config.values import import_package
+from maxghost.config.values import ConfigError, import_package
 from maxghost.data.hashing import content_hashes
 from maxghost.data.sources.base import Source, id_hash
 from maxghost.data.types import DocumentId

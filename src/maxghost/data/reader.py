@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from maxghost.config import ConfigError
+from maxghost.config.values import ConfigError, listed
 from maxghost.data import packing
 from maxghost.data.hashing import changed_keys, text_hash
 from maxghost.data.types import Batch
@@ -157,9 +157,8 @@ class TrainIterator(Iterator[Batch]):
       raise ConfigError(f"data position has version {state.get('version')}, but this program reads {_STATE_VERSION}")
     if state["fingerprint"] != self._identity["fingerprint"]:
       changed = changed_keys(state["files"], self._identity["files"])
-      why = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
-      if changed:
-        why = f"changed: {', '.join(changed[:5])}" + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+      prints = f"fingerprint {state['fingerprint']} then, {self._identity['fingerprint']} now"
+      why = f"changed: {listed(changed, 5)}" if changed else prints
       said = f"the data or its settings changed since the position was saved ({why})"
       raise ConfigError(f"{said}; restore them, or start a new run with another run_name")
     if lost := [lane for lane in self._lanes if str(lane) not in state["lanes"]]:

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.values import printable
+from maxghost.config.values import ConfigError, did_you_mean, printable
 
 Reward = Callable[..., Any]  # -> Sequence[float | None]
 FILE = "rollouts.jsonl"  # of a run directory: the answers of each sampling and their rewards

@@ -58,7 +58,7 @@ def scan(size: int):
     yield np.arange(first, min(first + _SCAN, size))
 
 
-def find_documents(source: Source, wanted: Iterable[DocumentId]) -> dict[DocumentId, int]:
+def find_documents(source: Source, wanted: Iterable[tuple[str, str, int]]) -> dict[DocumentId, int]:
   """Numbers of the documents with these ids; ids that the source does not have are left out."""
   left = {int(id_hash(*document)): DocumentId(*document) for document in wanted}
   found: dict[DocumentId, int] = {}

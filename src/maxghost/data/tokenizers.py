@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.values import import_package
+from maxghost.config.values import ConfigError, did_you_mean, import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
@@ -273,7 +272,7 @@ _LLAMA3_SPLIT = (
 def _tiktoken_name(tiktoken, name: str):
   known = tiktoken.list_encoding_names()
   if name not in known:
-    hint = did_you_mean(name, known) or f"; tiktoken has {', '.join(known)}"
+    hint = did_you_mean(name, known, "tiktoken has")
     raise ConfigError(f"tokenizer_path={name} is neither a file nor a tiktoken encoding{hint}")
   try:
     return tiktoken.get_encoding(name)

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from maxghost.checkpoint import compare, inspect_checkpoint
-from maxghost.config import ConfigError, did_you_mean
-from maxghost.config.values import guarded
+from maxghost.config.values import ConfigError, did_you_mean, guarded
 from maxghost.interop import convert, hf_checkpoint, huggingface, linen_scaling, quantize
 
 _TOOLS = {
@@ -25,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if name in _TOOLS:
     return _TOOLS[name][0](rest)
   if name not in ("", "-h", "--help"):
-    hint = did_you_mean(name, _TOOLS) or f"; there are {', '.join(_TOOLS)}"
-    raise ConfigError(f"unknown tool {name!r}{hint}")
+    raise ConfigError(f"unknown tool {name!r}{did_you_mean(name, _TOOLS, 'there are')}")
   tools = "\n".join(f"  {name:<8} {about}" for name, (_, about) in _TOOLS.items())
   print(f"usage: maxghost checkpoint TOOL [...]\n\n{tools}", file=sys.stdout if name else sys.stderr)
   return 0 if name else 2

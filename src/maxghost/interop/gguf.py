@@ -14,6 +14,7 @@ import numpy as np
 
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, write_json
 from maxghost.config.families import FAMILIES, Family
+from maxghost.config.values import import_package
 
 SUFFIX = ".gguf"
 _MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half of them
@@ -53,10 +54,7 @@ class GgufFile:
 
 def open_file(path: Path) -> GgufFile:
   """Reads the header. Raises LayoutError for a cut file, an architecture that is not known, and unknown types."""
-  try:
-    import gguf
-  except ImportError:
-    raise LayoutError("GGUF files need the package gguf: pip install 'maxghost[hf]'") from None
+  gguf = import_package("gguf", f"{path}, a GGUF file,", "hf")
   try:
     with open(path, "rb") as opened:
       if opened.read(4) != b"GGUF":
@@ -154,11 +152,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
   """tokenizer.json and tokenizer_config.json of the file's byte-level BPE. Raises LayoutError for another kind."""
-  try:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-  except ImportError:
-    raise LayoutError("the tokenizer in a GGUF file needs the package tokenizers: pip install 'maxghost[hf]'") from None
-  said = file.metadata
+  tokenizers, said = import_package("tokenizers", f"the tokenizer in {file.path}", "hf"), file.metadata
+  models, pre_tokenizers = tokenizers.models, tokenizers.pre_tokenizers
   kind, split = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "gpt-2")
   bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
   splits = {"gpt-2": [bytes_only], "smollm": [pre_tokenizers.Digits(individual_digits=True), bytes_only]}
@@ -170,8 +165,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
   ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in
          (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"))}  # fmt: skip
   try:
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(splits[split]), decoders.ByteLevel()
+    made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(splits[split]), tokenizers.decoders.ByteLevel()
     made.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL])
     words: dict[str, Any] = {name: tokens[number] for name, number in ids.items() if number is not None}
   except Exception as error:  # the package raises plain Exceptions

@@ -22,6 +22,7 @@ from maxghost.checkpoint.layouts_store import LayoutError, Location, RawTree, St
 from maxghost.config import Config, ModelConfig, replace
 from maxghost.config import load as load_config
 from maxghost.config.families import FAMILIES, TensorRule
+from maxghost.config.values import listed
 from maxghost.interop import huggingface_config
 from maxghost.interop.safetensors_files import open_tensors
 
@@ -146,7 +147,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   if _HEAD in unknown and model.logits_via_embedding and _same(known[_HEAD], embedding):
     unknown.remove(_HEAD)
   found = {"lacks": missing, "has unknown": [known[name].name for name in unknown]}
-  problems = [f"{origin} {what} {layouts_store.listed(x, _MOST_NAMES)}" for what, x in found.items() if x]
+  problems = [f"{origin} {what} {listed(x, _MOST_NAMES)}" for what, x in found.items() if x]
   if problems or wrong:
     raise LayoutError(*problems, *wrong[:_MOST_NAMES])
   nodes: dict[TreePath, Any] = {path: _stored(path, held, *rules[path]) for path, held in parts.items()}

@@ -109,8 +109,7 @@ def _family(content: Mapping[str, Any], origin: str) -> Family:
   kind = content.get("model_type")
   known = {family.huggingface.model_type: family for family in FAMILIES.values()}
   if not isinstance(kind, str) or kind not in known:
-    hint = did_you_mean(str(kind), known) or f"; known are {', '.join(sorted(known))}"
-    raise LayoutError(f"{origin}: model_type={kind} is not known{hint}")
+    raise LayoutError(f"{origin}: model_type={kind} is not known{did_you_mean(str(kind), sorted(known), 'known are')}")
   return known[kind]
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path, listed, read_json, write_json
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path, read_json, write_json
 from maxghost.config import ModelConfig
+from maxghost.config.values import listed
 from maxghost.interop.convert import new_folder
 from maxghost.interop.huggingface import Rule, table
 from maxghost.interop.safetensors_files import open_file, write_tensors

@@ -18,6 +18,7 @@ import numpy as np
 
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, read_json, write_json
 from maxghost.config.files import write_whole
+from maxghost.config.values import import_package
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
@@ -54,10 +55,7 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
 
 def open_file(file: Path) -> dict[str, StoredArray]:
   """The tensors of one file by name, as they lie there; only its header is read. Raises LayoutError."""
-  try:
-    import safetensors
-  except ImportError:
-    raise LayoutError("safetensors files need the package safetensors: pip install 'maxghost[hf]'") from None
+  safetensors = import_package("safetensors", file, "hf")
   try:
     opened = safetensors.safe_open(file, framework="numpy")
     return {name: _tensor(file, opened, name) for name in opened.keys()}  # noqa: SIM118 - no mapping

@@ -12,7 +12,7 @@ import re
 import socket
 import time
 
-from maxghost.config import ConfigError
+from maxghost.config.values import ConfigError, listed
 
 _RETRY_SECONDS = 0.2
 _LATECOMERS_SECONDS = 2.0
@@ -76,10 +76,9 @@ def _lead(address: str, expected: int, timeout: float) -> str:
         connection = stack.enter_context(server.accept()[0])
       except TimeoutError:
         missing = [str(number) for number in range(1, expected) if number not in came]
-        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         problem = problem or (
           f"jax_distributed: the processes of the run did not all meet at {address} within {timeout:g} s: of "
-          f"{expected} {'these are' if len(missing) > 1 else 'this one is'} missing: {listed}; {_FIX}"
+          f"{expected} {'these are' if len(missing) > 1 else 'this one is'} missing: {listed(missing, 8)}; {_FIX}"
         )
         break
       said = _receive(connection, 10)

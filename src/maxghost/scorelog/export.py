@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
-from maxghost.config.values import import_package
+from maxghost.config.values import ConfigError, import_package
 from maxghost.scorelog.format import TEXTS, columns_of, for_others
 from maxghost.scorelog.reader import ScoreLog
 

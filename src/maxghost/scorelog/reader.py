@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.files import check_seal
-from maxghost.config.values import nearest_beside
+from maxghost.config.values import ConfigError, did_you_mean, nearest_beside
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog import selection, tokens
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost.config import ConfigError
 from maxghost.config.files import write_whole
-from maxghost.config.values import naming
+from maxghost.config.values import ConfigError, naming
 
 FILE = "selection.jsonl"
 

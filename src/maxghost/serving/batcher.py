@@ -53,7 +53,7 @@ class Row:
   """The growing text of one row behind the ids of its prompt; it ends before the first of `stop_texts`."""
 
   def __init__(self, tokenizer, stop_ids: Collection[int], stop_texts: Sequence[str], prompt: Sequence[int] = ()):
-    self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, [text for text in stop_texts if text]
+    self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, tuple(stop_texts)
     self.text, self.num_tokens, self.ended = "", 0, False
     self._before, self._whole, self._places = prompt[-8:], "", (0, 0)  # ids; whole characters; ids of their end
 

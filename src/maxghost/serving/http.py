@@ -92,8 +92,8 @@ class Server:
 
   async def _no_route(self, request: HTTPRequest, error: HTTPException) -> Response:
     path = request.url.path[:200]
-    hint = did_you_mean(path, self._paths) or f"; there are {', '.join(self._paths)}"
-    said = f"there is no {path}{hint}" if error.status_code == 404 else f"{path} does not take {request.method}"
+    said = f"there is no {path}{did_you_mean(path, self._paths, 'there are')}"
+    said = said if error.status_code == 404 else f"{path} does not take {request.method}"
     return _refusal(Refused(said, status=error.status_code, **dict(error.headers or {})))
 
   async def _failed(self, request: HTTPRequest, error: Exception) -> Response:

@@ -7,9 +7,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.arguments import SEEDS
-from maxghost.config.values import printable
+from maxghost.config.values import ConfigError, did_you_mean, printable
 from maxghost.data.conversations import Rendering, messages_of
 from maxghost.data.tokenizers import Tokenizer
 from maxghost.serving.batcher import Batcher, Request
@@ -87,7 +86,7 @@ def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]
     if name in fields:
       values[name] = values[name] if value is None else _checked(name, value, *fields[name])
     elif name not in _NEUTRAL:
-      hint = did_you_mean(name, fields) or f"; there are {', '.join(fields)}"
+      hint = did_you_mean(name, fields, "there are")
       raise Refused(f"unknown parameter {_short(name)}{hint}", name[:64], "unknown_parameter")
     elif value not in (None, _NEUTRAL[name]):
       raise Refused(f"{name}={_short(value)} is not offered; leave {name} out", name, "unsupported_parameter")

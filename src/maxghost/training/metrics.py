@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config import ConfigError, plugins
-from maxghost.config.values import naming
+from maxghost.config.values import listed, naming
 
 # If one of these is not finite, the run stops; a validation loss that is not finite only leaves its step unscored.
 FINITE_METRICS = ("loss", "grad_norm", "param_norm")
@@ -90,7 +90,7 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
   if outputs["scored_ok"]:
     return None
   labels = [label for label, bad in outputs.get("nonfinite_scores", {}).items() if bad]
-  named = (" in " if labels else "") + ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if labels[4:] else "")
+  named = (" in " if labels else "") + listed(labels, 4)
   return f"maxghost: step {step} is not scored: its scores are not finite{named}"
 
 

@@ -188,7 +188,7 @@ def check_known(key: str, names: Iterable[str], known: Iterable[str], owner: str
   known = tuple(known)
   for name in names:
     if name not in known:
-      hint = did_you_mean(name, known) or f"; {owner} has {', '.join(known) or 'none'}"
+      hint = did_you_mean(name, known, f"{owner} has")
       raise ConfigError(f"{key} has '{name}', which {owner} does not have{hint}")
 
 

@@ -5,8 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from maxghost.config import ConfigError
-from maxghost.config.values import naming
+from maxghost.config.values import ConfigError, naming
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import check_known
 
