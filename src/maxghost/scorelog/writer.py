@@ -224,8 +224,8 @@ class Writer:
       kept.append(shard)
     for path in dropped:
       path.unlink(missing_ok=True)
-    if self.folder.is_dir():
-      sync(self.folder)
+    self.folder.mkdir(parents=True, exist_ok=True)  # it may have been lost
+    sync(self.folder)
     self._count(kept, position)
 
   def _count(self, kept: list[Shard], position: Mapping[str, int] | None) -> None:

@@ -71,7 +71,7 @@ def inspect(cfg: Config) -> Existing:
     before, now = previous.parallel.apart, cfg.parallel.apart
     said = f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own"
     raise ConfigError(f"{said}; use dcn_data_parallelism={before} or another run_name")
-  return Existing(path, False, changed, _completed_steps(path, previous))
+  return Existing(path, False, changed, _completed_steps(path, previous.run.steps))
 
 
 def has_checkpoint(existing: Existing) -> bool:
@@ -81,8 +81,8 @@ def has_checkpoint(existing: Existing) -> bool:
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure. Returns the
-  lock; closing it, or the end of the process, releases the directory."""
+  """Locks the directory, and begins a new run with config.yml; that of an older run stays until its checkpoint fits
+  (`Session`). Raises ConfigError on failure. Closing the lock, or the end of the process, releases the directory."""
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -101,14 +101,15 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
   except OSError as error:  # some network file systems have no locks
     print(f"maxghost: {path} cannot be locked ({error.strerror}); do not start a second run in it", file=sys.stderr)
   try:
-    inspect(cfg)  # again: another process may have written since
+    is_new = inspect(cfg).is_new  # again: another process may have written since
   except ConfigError:
     lock.close()
     raise
   lock.truncate(0)
   lock.write(f"{os.getpid()}\n")
   lock.flush()
-  config.save(cfg, path / CONFIG_FILE)
+  if is_new:
+    config.save(cfg, path / CONFIG_FILE)
   return lock
 
 
@@ -147,15 +148,12 @@ def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
   raise ConfigError(f"{path} holds a run with another config: {listed}{more}; use these values or another run_name")
 
 
-def _completed_steps(path: Path, previous: Config) -> int:
+def _completed_steps(path: Path, steps: int) -> int:
   """The run's number of steps if its last record exists (it is written after everything else), else 0."""
-  metrics, steps = path / METRICS_FILE, previous.run.steps
-  if not metrics.exists():
-    return 0
-  with open(metrics, "rb") as file:
-    file.seek(max(0, os.path.getsize(metrics) - (1 << 20)))
-    lines = file.read().split(b"\n")[:-1]  # text after the last newline is incomplete
   try:
-    return steps if lines and json.loads(lines[-1])["step"] == steps - 1 else 0
-  except (ValueError, TypeError, KeyError):
+    with open(path / METRICS_FILE, "rb") as file:
+      file.seek(max(0, os.path.getsize(file.name) - (1 << 20)))
+      lines = file.read().split(b"\n")[:-1]  # text after the last newline is incomplete
+    return steps if json.loads(lines[-1])["step"] == steps - 1 else 0
+  except (FileNotFoundError, ValueError, TypeError, LookupError):
     return 0
