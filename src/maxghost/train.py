@@ -94,9 +94,10 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
       read = load_model.open_given(place, cfg, wanted)
 
     def read_all() -> dict:
+      tree = read()
       if place:
         model_path.keep_huggingface(place, cfg, existing.path)
-      return read()
+      return tree
 
     return read_all
 

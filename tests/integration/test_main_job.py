@@ -214,6 +214,7 @@ def test_a_complete_run_says_so_and_starts_nothing(command, left_alone):
     (["run_name=alone", "steps=60", "per_device_batch_size=5"], "was trained with 6"),
     (["run_name=new", "base_output_directory=/dev/null/x"], "cannot write"),
     (["run_name=new", "ghost_exclude=no/such/*"], "no/such"),
+    (["run_name=new", "local_checkpoint_period=2", "local_checkpoint_directory=/dev/null"], "Not a directory"),
     (["run_name=new", "stepz=3"], "stepz"),
   ],
 )

@@ -214,7 +214,7 @@ def test_a_resume_carries_no_damage_over(run_dir, capsys):
 def test_a_resume_without_the_folder_goes_on_with_a_gap(tmp_path, capsys):
   writer = Writer(tmp_path, SETS, period=PERIOD)
   writer.restore({"step": 10, "num_steps": 11, "num_rows": 32})
-  assert "the missing scores stay missing" in capsys.readouterr().err
+  assert "holds 0 steps with 0 rows, the checkpoint counted 11 with 32" in capsys.readouterr().err
   append(writer, 11)
   writer.close()
   assert lost(tmp_path) == "11 steps with 32 rows are missing before step 11"

@@ -334,8 +334,7 @@ class Step:
     *outer, (inner, within) = self._layer_runs()
     widest = max(n, self.device.num_sets * self.val_tokens) if self.in_turn else n
     inputs = [*((count, n, why) for count, why in outer), (inner, widest, within)]
-    held = [((count, tokens, self.embed), f"{why}, kept for the backward pass") for count, tokens, why in inputs]
-    carries = [Tensor(shape, self.compute, why) for shape, why in held]
+    carries = [Tensor((k, t, self.embed), self.compute, f"{why}, kept for the backward pass") for k, t, why in inputs]
     why = f"of {layers} layers, kept because remat_policy={self.remat_policy}"
     kept = [Tensor((layers, n, width), dtype, f"{name} {why}") for name, width, dtype in self._kept_per_token()]
     if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
@@ -443,9 +442,8 @@ class Step:
       tensors += self._walked_back()
     elif self.ghost.passes == "two_pass":  # keeps the gradients for the ledger, even if scores use their factors
       tensors += [] if in_pass and self.device.val_gradient_on_host else [self.device.val_gradient]
-      whole = self.device.val_gradient.shape[1]
       if self.ghost.curvature != "none":
-        tensors.append(Tensor((self.device.num_sets, whole), self.weight, "validation gradients without curvature"))
+        tensors.append(dataclasses.replace(self.device.val_gradient, why="validation gradients without curvature"))
       if factors := sum(self.device.factors(p) for p in self.device.scored):
         tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
     return {"ghost directions and probes": tensors}

@@ -73,12 +73,13 @@ class Session:
         except BaseException as error:
           if distributed.is_lost_peer(error):
             opened.pop_all()  # closing would wait for the others
+          if isinstance(error, config.ConfigError) and distributed.is_first():
+            run_directory.withdraw(self._existing)
           raise
       return self._conclude(outcome)
     except (RuntimeError, ValueError) as error:  # raised by the runtimes, also through Orbax
       if distributed.is_lost_peer(error):
-        again = "start all processes again to continue from it"
-        distributed.end_without_peers(error, f"{self.last_checkpoint()}; {again}")
+        distributed.end_without_peers(error, self._watch.advice())
       raise
 
   def out_of_memory(self, error: Exception) -> str:
