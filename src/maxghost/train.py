@@ -55,9 +55,11 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
     print(f"{existing.path} is complete: {done} steps.\nTo train longer, set steps={2 * done}")
     print(f"Report: python -m maxghost.report {shlex.quote(str(existing.path))}")
     return 0
+  lost = f"the run in {existing.path} would be overwritten; choose another run_name"
   if not existing.is_new and not cfg.checkpoint.checkpoint_period:
-    lost = f"{existing.path} holds an unfinished run, which would be overwritten"
-    raise ConfigError(f"checkpoint_period=0: {lost}; choose another run_name")
+    raise ConfigError(f"checkpoint_period=0: {lost}")
+  if done and not run_directory.has_checkpoint(existing):
+    raise ConfigError(f"steps={cfg.run.steps}: after {done} steps there is no checkpoint to continue from, and {lost}")
   from maxghost import load_model, trackers
   from maxghost.data import build, rewards, teacher_logits
 
@@ -92,9 +94,10 @@ def _parameters(cfg: Config, existing: Existing) -> Callable | None:
       read = load_model.open_given(place, cfg, wanted)
 
     def read_all() -> dict:
+      tree = read()
       if place:
         model_path.keep_huggingface(place, cfg, existing.path)
-      return read()
+      return tree
 
     return read_all
 

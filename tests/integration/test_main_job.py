@@ -211,18 +211,21 @@ def test_a_complete_run_says_so_and_starts_nothing(command, left_alone):
   [
     (["run_name=alone", "learning_rate=1"], "learning_rate: the run has 0.003, the command 1.0"),
     (["run_name=alone", "steps=29"], "steps may only grow"),
+    (["run_name=alone", "steps=60", "per_device_batch_size=5"], "was trained with 6"),
     (["run_name=new", "base_output_directory=/dev/null/x"], "cannot write"),
     (["run_name=new", "ghost_exclude=no/such/*"], "no/such"),
+    (["run_name=new", "local_checkpoint_period=2", "local_checkpoint_directory=/dev/null"], "Not a directory"),
     (["run_name=new", "stepz=3"], "stepz"),
   ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(command, left_alone, changes, message):
-  before = sorted(os.listdir(command.folder))
+  before, config = sorted(os.listdir(command.folder)), (command.folder / "alone" / "config.yml").read_bytes()
   code, out, err = command.run(*changes)
   complaints = [line for line in err.splitlines() if "note:" not in line]
   assert code == 2 and len(complaints) == 1 and message in complaints[0], err
   assert "Traceback" not in err and out == ""
   assert sorted(os.listdir(command.folder)) == before
+  assert (command.folder / "alone" / "config.yml").read_bytes() == config
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(command):

@@ -151,7 +151,7 @@ def test_files_missing_since_the_checkpoint_are_said(tmp_path, capsys):
   (tmp_path / "ghost" / "dot_prod_log_iter_4.npz").unlink()
   writer = Writer(tmp_path, SETS, period=PERIOD)
   writer.restore(position)
-  assert "num_steps=7 up to step 11, the checkpoint counted 12" in capsys.readouterr().err
+  assert "holds 7 steps with 19 rows, the checkpoint counted 12 with 30" in capsys.readouterr().err
   for step in range(12, 17):
     append_step(writer, step)
   writer.close()

@@ -19,6 +19,7 @@ from maxghost.training import compiled_steps, state
 from maxghost.training import memory_report as report
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import Tensor, remedies, shown, verdict
+from maxghost.training.plan import Plan
 
 LONG = {  # 48 layers of width 2048 at 65,536 tokens
   "base_emb_dim": 2048,
@@ -58,6 +59,26 @@ def test_parameters_optimizer_and_gradients_are_exact():
   halved = estimate(config.replace(cfg, mu_dtype="bfloat16"))
   assert row(halved, "optimizer") == 6 * sum(sizes)
   assert row(estimate(config.replace(cfg, opt_type="sgd")), "optimizer") == 0
+
+
+def test_what_the_mask_leaves_out_has_no_gradient():
+  plain, masked = long(), long(trainable_parameters_mask=("*/query/*",))
+  trained = 2 * sum(size for label, size in sizes(plain).items() if "/query/" in label)
+  assert (row(masked, "gradients"), row(masked, "optimizer")) == (trained, 3 * trained)  # the first moments in float32
+  halves = long(trainable_parameters_mask=("*/query/*",), segment_lengths=(6,), offload_to_host=("weights",))
+  rest = 2 * sum(size for label, size in sizes(plain).items() if "/layers/" in label) - trained
+  assert row(halves, "gradients") == (3 * trained + 2 * rest) // 8  # a segment, its gradients, and the next
+
+
+def test_slices_that_train_apart_have_an_outer_state_of_what_they_train():
+  """Two moments in flight of the trained parameters, and the global value of all."""
+  masked = {"trainable_parameters_mask": ("*/query/*",), "num_communication_overlapping_steps": 2}
+  cfg = tiny.make_config(enable_diloco=True, dcn_data_parallelism=2, diloco_sync_period=4, **masked)
+  plan = Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:2]))
+  leaves = jax.tree.leaves(plan.state)
+  held = [leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves]
+  rows = sum(r.bytes for r in plan.memory.resident if r.name.startswith("batch"))
+  assert plan.memory.arguments == sum(held) + rows
 
 
 def test_a_tensor_says_what_it_is():

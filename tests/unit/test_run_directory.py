@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from maxghost import config
+from maxghost import config, train
 from maxghost.config import ConfigError
 from maxghost.training import run_directory
 
@@ -154,6 +154,30 @@ def test_a_run_is_complete_when_its_last_record_is_written(tmp_path):
   assert run_directory.inspect(cfg).completed_steps == 3
   longer = run_directory.inspect(make_config(tmp_path, steps=5))
   assert longer.completed_steps == 3 and longer.changed == {"steps": (3, 5)}
+
+
+def test_a_refused_run_leaves_no_directory_unless_it_has_recorded_something(tmp_path):
+  folder, cfg = tmp_path / "runs" / "one", make_config(tmp_path)
+  start(cfg)
+  (folder / "checkpoints" / "7").mkdir(parents=True)
+  run_directory.withdraw(run_directory.inspect(cfg))
+  assert config.load(folder / "config.yml") == cfg
+  (folder / "checkpoints" / "7").rmdir()
+  (folder / "metrics.jsonl").touch()
+  run_directory.withdraw(run_directory.inspect(cfg))
+  assert config.load(folder / "config.yml") == cfg
+  (folder / "metrics.jsonl").unlink()
+  run_directory.withdraw(run_directory.inspect(cfg))
+  assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path, capsys):
+  start(make_config(tmp_path, steps=3))
+  (tmp_path / "runs" / "one" / "metrics.jsonl").write_text('{"step": 2}\n')
+  assert train.main([f"base_output_directory={tmp_path / 'runs'}", "run_name=one", "steps=5"]) == 2
+  said = "maxghost: steps=5: after 3 steps there is no checkpoint to continue from, and the run in "
+  assert capsys.readouterr().err.startswith(said)
+  assert (tmp_path / "runs" / "one" / "metrics.jsonl").read_text() == '{"step": 2}\n'
 
 
 def test_no_jax_is_imported():

@@ -211,6 +211,15 @@ def test_a_resume_carries_no_damage_over(run_dir, capsys):
   assert "3 steps with 9 rows are missing before step 11 (after step 7)" in lost(run_dir)
 
 
+def test_a_resume_without_the_folder_goes_on_with_a_gap(tmp_path, capsys):
+  writer = Writer(tmp_path, SETS, period=PERIOD)
+  writer.restore({"step": 10, "num_steps": 11, "num_rows": 32})
+  assert "holds 0 steps with 0 rows, the checkpoint counted 11 with 32" in capsys.readouterr().err
+  append(writer, 11)
+  writer.close()
+  assert lost(tmp_path) == "11 steps with 32 rows are missing before step 11"
+
+
 def test_what_others_wrote_is_refused_by_name(run_dir, tmp_path):
   """Files without a seal, as schema 1, and GhostSuite's."""
   path = shard(run_dir, 7)

@@ -224,8 +224,8 @@ class Writer:
       kept.append(shard)
     for path in dropped:
       path.unlink(missing_ok=True)
-    if self.folder.is_dir():
-      sync(self.folder)
+    self.folder.mkdir(parents=True, exist_ok=True)  # it may have been lost
+    sync(self.folder)
     self._count(kept, position)
 
   def _count(self, kept: list[Shard], position: Mapping[str, int] | None) -> None:
@@ -237,13 +237,11 @@ class Writer:
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
         pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
     self._num_steps, self._num_rows = end
-    for i, key in enumerate(("num_steps", "num_rows")):
-      if position is not None and found[i] != position.get(key, found[i]):
-        holds = f"holds {key}={found[i]} up to step {self._last_step}, the checkpoint counted {position[key]}"
-        said = f"{holds}: files were changed since; the missing scores stay missing"
-        print(f"maxghost: the score log in {self.folder} {said}", file=sys.stderr)
     if position is not None and "num_steps" in position:  # what was written counts, so that a reader sees the gap
-      self._num_steps, self._num_rows = int(position["num_steps"]), int(position["num_rows"])
+      self._num_steps, self._num_rows = counted = int(position["num_steps"]), int(position["num_rows"])
+      if found != counted:
+        holds = "holds {} steps with {} rows, the checkpoint counted {} with {}".format(*found, *counted)
+        print(f"maxghost: {self.folder} {holds}: files were changed; missing scores stay missing", file=sys.stderr)
     self._pending = pending or self._new_interval()
     if self._num_steps:
       self._note(self._last_step, self._num_steps, self._num_rows)

@@ -22,6 +22,7 @@ from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.models import stack
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices, state
+from maxghost.training.diloco import INNER, Diloco
 from maxghost.training.memory_report import MemoryEstimate, Row, Tensor
 from maxghost.training.scoring import excluded, scoring_spec
 
@@ -51,7 +52,7 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
     keys = repr([item for item in cfg.flat().items() if item[0] not in _OF_THE_STEP])
     try:
       if keys not in states:
-        states[keys] = PlacedState(layout, split or build(cfg))
+        states[keys] = PlacedState(cfg, layout, split or build(cfg))
       device = Device(cfg, states[keys])
     except ValueError as error:  # a parameter without a rule, a pattern that matches nothing, a rank that saves nothing
       raise config.ConfigError(str(error)) from error
@@ -76,7 +77,7 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
 class Held(NamedTuple):
   """One Variable of the train state. row: of the table. whole, shape: its whole shape, and that of the part on this
   device. gathered: number of elements when a layer uses it, gathered along the mesh axes that split the batch. frozen:
-  only adapters are trained, and it has no gradient."""
+  a parameter that is not trained, and has no gradient."""
 
   row: str
   label: str
@@ -99,16 +100,20 @@ class Held(NamedTuple):
 
 
 class PlacedState:
-  """A train state on the devices of a layout. split: its (graphdef, abstract state)."""
+  """A train state, of one slice with DiLoCo, on the devices of a layout. split: its (graphdef, abstract state)."""
 
-  def __init__(self, layout: Layout, split: state.Split):
+  def __init__(self, cfg: config.Config, layout: Layout, split: state.Split):
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
     batch_axes = {*layout.rules.batch_axes, *layout.rules.active(layout.rules.first("activation_length"))}
-    adapted = any(isinstance(v, nnx.LoRAParam) for _, v in nnx.to_flat_state(self._abstract))
-    self.variables = [self._held(path, v, batch_axes, adapted) for path, v in nnx.to_flat_state(self._abstract)]
+    held = nnx.merge(self._graphdef, self._abstract)
+    trained = {path for path, _ in nnx.to_flat_state(nnx.state(held.model, held.optimizer.wrt))}
+    self.variables = [self._held(path, v, batch_axes, trained) for path, v in nnx.to_flat_state(self._abstract)]
+    apart = Diloco.of(cfg, layout, self._graphdef, self._abstract).state if layout.apart > 1 else nnx.State({})
+    common = [(path, v) for path, v in nnx.to_flat_state(apart) if path[0] != INNER]
+    self.variables += [self._held(path, v, batch_axes, trained)._replace(row=OUTER) for path, v in common]
     self._twins: dict[tuple, Twin] = {}
 
-  def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str], adapted: bool) -> Held:
+  def _held(self, path: tuple, variable: nnx.Variable, batch_axes: set[str], trained: set[tuple]) -> Held:
     leaf, axes = variable.get_value(), tuple(variable.get_metadata().get(AXES) or ())
     shape, rules = leaf.sharding.shard_shape(leaf.shape), self.layout.rules
     split: tuple[tuple[str, ...], ...] = rules.assign(axes, leaf.shape, slash_path(path)) if axes else ()
@@ -116,7 +121,7 @@ class PlacedState:
     gathered = math.prod(shape) * rules.parts([axis for axis in over if axis in batch_axes])
     host = getattr(leaf.sharding, "memory_kind", None) == HOST
     row = {"model": PARAMETERS, "optimizer": "optimizer"}.get(path[0], OTHER) if shape else OTHER
-    frozen = adapted and row == PARAMETERS and not isinstance(variable, nnx.LoRAParam)
+    frozen = row == PARAMETERS and path[1:] not in trained
     return Held(row, slash_path(path[1:]), axes, leaf.shape, shape, str(leaf.dtype), host, gathered, frozen)
 
   def twin(self, cfg: config.Config) -> Twin:
@@ -182,11 +187,6 @@ class Device:
     """{row of the table: arrays} in device memory between steps."""
     kinds, held = (PARAMETERS, "optimizer", OUTER, OTHER), [v for v in self.variables if not v.on_host]
     rows = {kind: [Tensor(v.shape, v.dtype, v.label) for v in held if v.row == kind] for kind in kinds}
-    if self.layout.apart > 1:
-      late = self.cfg.parallel.num_communication_overlapping_steps > 0
-      for v in self.params.values():
-        rows[OUTER].append(Tensor(v.shape, v.dtype, f"{v.label} of all slices"))
-        rows[OUTER].append(Tensor(v.shape, "float32", f"outer state of {v.label}", 2 if late else 1))
     num_rows = devices.rows_per_step(self.cfg, self.layout.num_devices)
     batch = devices.batch_shapes(self.cfg, num_rows, self.layout, apart=True)
     val_batches = devices.validation_shapes(self.cfg, self.layout)
@@ -255,9 +255,8 @@ class Step:
     width = m.feed_forward_width * (m.num_experts_per_tok if m.num_experts > 1 else 1)
     self.feed_forward = device.part(width, "activation_mlp")
     self.whole_length = device.cfg.data.max_target_length
-    apart = device.length < self.whole_length
     in_blocks = m.attention in ("blockwise", "autoselected") and self.whole_length > LINEAR_FROM
-    self.ring = apart and (in_blocks or m.attention == "blockwise")
+    self.ring = device.length < self.whole_length and (in_blocks or m.attention == "blockwise")
     self.linear_attention = m.attention == "flash" or in_blocks or self.ring
     self.walks_back = device.num_sets > 0 and self.ghost.ghost_schedule == "reverse_scan"
     with use(device.layout):
@@ -308,7 +307,7 @@ class Step:
     if frozen:
       tensors += [Tensor((n * frozen,), "int8", f"frozen weights of a segment of {n} layers") for n in lengths]
     if "weights" in self.model.offload_to_host:
-      size, dtype = (frozen, "int8") if frozen else (layer, self.weight)
+      size, dtype = (frozen + layer * jnp.dtype(self.weight).itemsize, "int8") if frozen else (layer, self.weight)
       tensors.append(Tensor((lengths[0] * size,), dtype, "weights of the next segment, on their way from the host"))
     return tensors
 
@@ -335,8 +334,7 @@ class Step:
     *outer, (inner, within) = self._layer_runs()
     widest = max(n, self.device.num_sets * self.val_tokens) if self.in_turn else n
     inputs = [*((count, n, why) for count, why in outer), (inner, widest, within)]
-    held = [((count, tokens, self.embed), f"{why}, kept for the backward pass") for count, tokens, why in inputs]
-    carries = [Tensor(shape, self.compute, why) for shape, why in held]
+    carries = [Tensor((k, t, self.embed), self.compute, f"{why}, kept for the backward pass") for k, t, why in inputs]
     why = f"of {layers} layers, kept because remat_policy={self.remat_policy}"
     kept = [Tensor((layers, n, width), dtype, f"{name} {why}") for name, width, dtype in self._kept_per_token()]
     if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
@@ -444,9 +442,8 @@ class Step:
       tensors += self._walked_back()
     elif self.ghost.passes == "two_pass":  # keeps the gradients for the ledger, even if scores use their factors
       tensors += [] if in_pass and self.device.val_gradient_on_host else [self.device.val_gradient]
-      whole = self.device.val_gradient.shape[1]
       if self.ghost.curvature != "none":
-        tensors.append(Tensor((self.device.num_sets, whole), self.weight, "validation gradients without curvature"))
+        tensors.append(dataclasses.replace(self.device.val_gradient, why="validation gradients without curvature"))
       if factors := sum(self.device.factors(p) for p in self.device.scored):
         tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
     return {"ghost directions and probes": tensors}

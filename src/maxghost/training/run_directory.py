@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,8 +55,7 @@ def inspect(cfg: Config) -> Existing:
   path = Path(folder).expanduser() / cfg.run.run_name
   _check_writable(path, cfg)
   names = os.listdir(path) if path.exists() else []
-  traces = [name for name in names if name == LOCK_FILE or name.startswith(f".{CONFIG_FILE}.")]  # of a killed start
-  if len(traces) == len(names):
+  if all(name == LOCK_FILE or name.startswith(f".{CONFIG_FILE}.") for name in names):  # of a killed start
     return Existing(path, True, {}, 0)
   config_path = path / CONFIG_FILE
   if not config_path.exists():
@@ -67,22 +67,20 @@ def inspect(cfg: Config) -> Existing:
     raise ConfigError(*(f"{problem} (the config of the run in {path})" for problem in error.problems)) from error
   changed = config.differing_keys(previous, cfg)
   _check_changes(path, changed)
-  if cfg.parallel.apart != previous.parallel.apart:
-    before, now = previous.parallel.apart, cfg.parallel.apart
+  if (now := cfg.parallel.apart) != (before := previous.parallel.apart):
     said = f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own"
     raise ConfigError(f"{said}; use dcn_data_parallelism={before} or another run_name")
-  return Existing(path, False, changed, _completed_steps(path, previous))
+  return Existing(path, False, changed, _completed_steps(path, previous.run.steps))
 
 
 def has_checkpoint(existing: Existing) -> bool:
   """Whether the run has a checkpoint, valid or not."""
-  folder = existing.path / CHECKPOINTS
-  return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
+  return any(entry.name.isdecimal() for entry in (existing.path / CHECKPOINTS).glob("*"))
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
-  """Creates the directory if it is new, locks it and writes config.yml. Raises ConfigError on failure. Returns the
-  lock; closing it, or the end of the process, releases the directory."""
+  """Locks the directory, and begins a new run with config.yml; that of an older run stays until its checkpoint fits
+  (`Session`). Raises ConfigError on failure. Closing the lock, or the end of the process, releases the directory."""
   path = existing.path
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -101,15 +99,21 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
   except OSError as error:  # some network file systems have no locks
     print(f"maxghost: {path} cannot be locked ({error.strerror}); do not start a second run in it", file=sys.stderr)
   try:
-    inspect(cfg)  # again: another process may have written since
+    if inspect(cfg).is_new:  # again: another process may have written since
+      config.save(cfg, path / CONFIG_FILE)
   except ConfigError:
     lock.close()
     raise
   lock.truncate(0)
   lock.write(f"{os.getpid()}\n")
   lock.flush()
-  config.save(cfg, path / CONFIG_FILE)
   return lock
+
+
+def withdraw(existing: Existing) -> None:
+  """Removes the directory of a run that was refused before it recorded anything, so that its name is free again."""
+  if not has_checkpoint(existing) and {*os.listdir(existing.path)} <= {LOCK_FILE, CONFIG_FILE, CHECKPOINTS}:
+    shutil.rmtree(existing.path, ignore_errors=True)
 
 
 def _unwritable(path: Path, cfg: Config, reason: str) -> str:
@@ -141,21 +145,17 @@ def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
     del refused["steps"]
   if not refused:
     return
-  both = ((name, *map(shown, pair)) for name, pair in refused.items())
-  listed = "; ".join(f"{name}: the run has {before}, the command {now}" for name, before, now in both)
+  listed = "; ".join(f"{name}: the run has {shown(a)}, the command {shown(b)}" for name, (a, b) in refused.items())
   more = " (steps may only grow)" if "steps" in refused else ""
   raise ConfigError(f"{path} holds a run with another config: {listed}{more}; use these values or another run_name")
 
 
-def _completed_steps(path: Path, previous: Config) -> int:
+def _completed_steps(path: Path, steps: int) -> int:
   """The run's number of steps if its last record exists (it is written after everything else), else 0."""
-  metrics, steps = path / METRICS_FILE, previous.run.steps
-  if not metrics.exists():
-    return 0
-  with open(metrics, "rb") as file:
-    file.seek(max(0, os.path.getsize(metrics) - (1 << 20)))
-    lines = file.read().split(b"\n")[:-1]  # text after the last newline is incomplete
   try:
-    return steps if lines and json.loads(lines[-1])["step"] == steps - 1 else 0
-  except (ValueError, TypeError, KeyError):
+    with open(path / METRICS_FILE, "rb") as file:
+      file.seek(max(0, os.path.getsize(file.name) - (1 << 20)))
+      lines = file.read().split(b"\n")[:-1]  # text after the last newline is incomplete
+    return steps if json.loads(lines[-1])["step"] == steps - 1 else 0
+  except (FileNotFoundError, ValueError, TypeError, LookupError):
     return 0

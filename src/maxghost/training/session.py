@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 import maxghost
-from maxghost.config import ConfigError
+from maxghost import config
 from maxghost.config.files import sealed, write_text
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
@@ -73,12 +73,13 @@ class Session:
         except BaseException as error:
           if distributed.is_lost_peer(error):
             opened.pop_all()  # closing would wait for the others
+          if isinstance(error, config.ConfigError) and distributed.is_first():
+            run_directory.withdraw(self._existing)
           raise
       return self._conclude(outcome)
     except (RuntimeError, ValueError) as error:  # raised by the runtimes, also through Orbax
       if distributed.is_lost_peer(error):
-        again = "start all processes again to continue from it"
-        distributed.end_without_peers(error, f"{self.last_checkpoint()}; {again}")
+        distributed.end_without_peers(error, self._watch.advice())
       raise
 
   def out_of_memory(self, error: Exception) -> str:
@@ -105,24 +106,25 @@ class Session:
     if distributed.is_first():
       try:
         lock = run_directory.claim(self._existing, self._cfg)
-      except ConfigError as error:
+      except config.ConfigError as error:
         problems = error.problems
     said = distributed.gather([problems, self._dataset.train.state()["fingerprint"]])
     if said[0][0]:
-      raise ConfigError(*said[0][0])
+      raise config.ConfigError(*said[0][0])
     if other := next((number for number, (_, data) in enumerate(said) if data != said[0][1]), 0):
-      raise ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
+      raise config.ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
   def _train(self, opened: contextlib.ExitStack) -> Outcome:
     """Opens logs and checkpoints, which `opened` closes, and runs the loop."""
     plan, cfg, dataset = self._plan, self._cfg, self._dataset
-    if distributed.is_first():
-      folder, template = self._path / tokenizer_files.FOLDER, cfg.data.chat_template_path
-      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, folder, template)
     train_state, position = self._restore()
     sinks = self._open_sinks(position)
     opened.callback(sinks.close)
+    if distributed.is_first():  # only now: a command that is refused changes nothing
+      folder, template = self._path / tokenizer_files.FOLDER, cfg.data.chat_template_path
+      tokenizer_files.save(dataset.tokenizer, cfg.data.tokenizer_type, folder, template)
+      config.save(cfg, self._path / run_directory.CONFIG_FILE)
     reweighter = None
     if cfg.ghost.ghost_reweight:
       weights = parse_weights(cfg.data, dataset.source.domains)
@@ -170,7 +172,7 @@ class Session:
         was = f"(per_device_batch_size={restored.positions['config'].get('per_device_batch_size')})"
         said = f"per_device_batch_size={cfg.data.per_device_batch_size} on {plan.layout.num_devices} devices is"
         then = f"{plan.rows} rows per step, but {self._path} was trained with {position.rows} {was}"
-        raise ConfigError(f"{said} {then}; use {way}, or another run_name")
+        raise config.ConfigError(f"{said} {then}; use {way}, or another run_name")
       self._dataset.train.restore(position.data)
       say(f"Continuing after {restored.step} completed steps: {restored.path}")
       if "steps" in self._existing.changed:
