@@ -162,7 +162,10 @@ def test_a_refused_run_leaves_no_directory_unless_it_has_recorded_something(tmp_
   (folder / "checkpoints" / "7").mkdir(parents=True)
   run_directory.withdraw(run_directory.inspect(cfg))
   assert config.load(folder / "config.yml") == cfg
-  (folder / "checkpoints" / "7").rmdir()
+  (folder / "checkpoints" / "7").rename(folder / "checkpoints" / "mine")
+  run_directory.withdraw(run_directory.inspect(cfg))
+  assert config.load(folder / "config.yml") == cfg
+  (folder / "checkpoints" / "mine").rmdir()
   (folder / "metrics.jsonl").touch()
   run_directory.withdraw(run_directory.inspect(cfg))
   assert config.load(folder / "config.yml") == cfg

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxghost.config import Config, plugins
@@ -127,7 +128,7 @@ class GhostEngine:
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
     loss_fn = loss_fn or self.default_loss
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
       raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
     identity, held = _identity(loss_fn)
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)

@@ -112,7 +112,8 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
 
 def withdraw(existing: Existing) -> None:
   """Removes the directory of a run that was refused before it recorded anything, so that its name is free again."""
-  if not has_checkpoint(existing) and {*os.listdir(existing.path)} <= {LOCK_FILE, CONFIG_FILE, CHECKPOINTS}:
+  names = {*os.listdir(existing.path)}
+  if names <= {LOCK_FILE, CONFIG_FILE, CHECKPOINTS} and not any((existing.path / CHECKPOINTS).glob("*")):
     shutil.rmtree(existing.path, ignore_errors=True)
 
 
