@@ -110,7 +110,7 @@ class Selector(Scorer):
     the dot product, loss and tokens of the candidate pass."""
     out, first = super().outputs(scored, scored.batch, learning_rate, norm, clip_factor), scored.candidates
     used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
-    seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
+    seen_dot = scoring.products("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
 
     def spread(value, axis: int, fill=None):
       """Puts values of the chosen rows at their indices among the candidates, `fill` (0) elsewhere."""
