@@ -405,6 +405,8 @@ def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, c
     ({"ghost_select": "topk"}, "use ghost_select=none"),
     ({"reward_weights": (1.0, 2.0)}, "a weight for each or none"),
     ({"z_loss_multiplier": 1e-4}, "use z_loss_multiplier=0.0"),
+    ({"dropout_rate": 0.1}, "would change the log-probabilities of answers; use dropout_rate=0.0"),
+    ({"lora_rank": 4, "lora_dropout": 0.1}, "use lora_dropout=0.0"),
     ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
     ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),
     ({"ghost_reweight": (3.0, 0.7), "num_iterations": 2}, "draws for every step"),
