@@ -193,6 +193,9 @@ def test_built_in_rewards():
   assert rewards.python_parses(texts) == [1, 0, 1, 0, 0]
   judged = rewards.judge({"given": lambda **_: np.array([True, False])}, ["a"] * 2, ["b"] * 2, {})
   assert judged["given"].tolist() == [1, 0]
+  for value in (10**400, -1e300, float("inf"), "1"):  # such as the distance of a long answer from the gold answer
+    with pytest.raises(rewards.RolloutError, match="no finite number and not None; prompt 'a', answer 'b'"):
+      rewards.judge({"given": lambda value=value, **_: [value]}, ["a"], ["b"], {})
 
 
 # A run.
@@ -405,6 +408,8 @@ def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, c
     ({"ghost_select": "topk"}, "use ghost_select=none"),
     ({"reward_weights": (1.0, 2.0)}, "a weight for each or none"),
     ({"z_loss_multiplier": 1e-4}, "use z_loss_multiplier=0.0"),
+    ({"dropout_rate": 0.1}, "would change the log-probabilities of answers; use dropout_rate=0.0"),
+    ({"lora_rank": 4, "lora_dropout": 0.1}, "use lora_dropout=0.0"),
     ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
     ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),
     ({"ghost_reweight": (3.0, 0.7), "num_iterations": 2}, "draws for every step"),

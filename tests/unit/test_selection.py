@@ -9,7 +9,7 @@ import tiny
 from flax import nnx
 from train_steps import TRAIN, Run
 
-from maxghost import attribution, config
+from maxghost import attribution, config, objectives
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
 from maxghost.scorelog import selection as selection_log
@@ -119,6 +119,19 @@ def test_the_step_is_that_of_the_chosen_rows_alone(plain, method, settings):
   if method == "topk":
     value = whole["contribution_BSK"].sum((1, 2))
     assert sorted(np.argsort(-value)[:3]) == np.flatnonzero(where).tolist()
+
+
+def test_experts_are_balanced_over_the_chosen_rows_alone():
+  experts = {"decoder_block": "mixtral", "num_experts": 4, "load_balance_loss_weight": 0.5}
+  run = Run(ghost_select="threshold", ghost_select_fraction=0.3, **SMALL, **experts)
+  graphdef, state = nnx.split(nnx.merge(run.graphdef, run.state).model)
+  out = run.step(TRAIN[0])
+  assert 0 < out["chosen_B"].sum() < tiny.ROWS
+  chosen = {name: x[out["chosen_B"]] for name, x in TRAIN[0].items()}
+  measured = jax.jit(lambda state: objectives.create(run.cfg).measured(nnx.merge(graphdef, state), chosen))
+  losses, weights, metrics = measured(state)
+  assert out["loss"] == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-6)
+  np.testing.assert_allclose(out["expert_load_E"], metrics["expert_load_E"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,21 @@ def test_the_prediction_is_the_drop_of_the_loss_where_the_rate_is_tiny(three):
     assert now["predicted"][0] == pytest.approx(drop, rel=1e-3)
 
 
+@pytest.mark.parametrize("changes", [{"ghost_detail": "token"}, {"ghost_select": "topk"}], ids=lambda x: next(iter(x)))
+def test_no_device_rounds_scores_before_it_sums_them(changes):
+  """A TPU multiplies float32 in bfloat16, a GPU in TF32, where a product does not say otherwise."""
+  run = Run(base_num_decoder_layers=2, ghost_direction="marginal", num_sets=2, **changes)
+  jaxpr = jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION, OTHER_VALIDATION))
+  sums = [
+    equation.params["precision"]
+    for equation in tiny.equations(jaxpr)
+    if equation.primitive.name == "dot_general"
+    and any(v.aval.shape[1:] == (tiny.POSITIONS, tiny.SEGMENTS) for v in equation.invars)
+  ]
+  assert len(sums) > 10
+  assert {str(one) for precision in sums for one in precision or (None,)} == {"HIGHEST"}
+
+
 def dense(rngs):
   return nnx.LinearGeneral(5, 3, rngs=rngs)
 

@@ -238,8 +238,7 @@ def processes(v: Values) -> Iterator[str]:
   if not found:
     yield f"{given} is not auto, on, off or HOST:PORT,K/N (process K, from 0, of N), such as 10.0.0.1:1234,0/2"
   elif int(found[2]) >= int(found[3]):
-    number, last = int(found[2]), int(found[3]) - 1
-    yield f"{given} calls this process {number}, but of {last + 1} the numbers are 0 to {last}"
+    yield f"{given} calls this process {found[2]}, but of {found[3]} the numbers are 0 to {int(found[3]) - 1}"
 
 
 def mesh_sizes(v: Values) -> Iterator[str]:
@@ -356,8 +355,9 @@ def rollouts(v: Values) -> Iterator[str]:
     yield f"reward_functions names {twice[0]} twice; name it once, with its weight in reward_weights"
   if v.ghost_reweight and v.num_iterations > 1:
     yield f"{v['ghost_reweight']} draws for every step, and {v['num_iterations']} samples less often; use one of them"
-  if v.z_loss_multiplier:
-    yield f"{v['z_loss_multiplier']} would change the log-probabilities of answers; use z_loss_multiplier=0.0"
+  for key in ("z_loss_multiplier", "dropout_rate", "lora_dropout"):
+    if getattr(v, key) and (v.lora_rank or key != "lora_dropout"):
+      yield f"{v[key]} would change the log-probabilities of answers; use {key}=0.0"
   if v.decode_sampling_temperature != 1 and v.num_vocab_tiling > 1:
     yield f"{v['decode_sampling_temperature']} does not go with {v['num_vocab_tiling']}; use 1.0, or num_vocab_tiling=1"
   if not v.sft_train_on_completion_only:

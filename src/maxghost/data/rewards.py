@@ -22,6 +22,7 @@ from maxghost.config.values import ConfigError, did_you_mean, printable
 
 Reward = Callable[..., Any]  # -> Sequence[float | None]
 FILE = "rollouts.jsonl"  # of a run directory: the answers of each sampling and their rewards
+LARGEST = float(np.finfo(np.float32).max)  # reward; an int may be too large even for a float
 EPSILON = 1e-4  # added to standard deviations, as in TRL
 UNTAUGHT = 2.0**-40  # the advantage of an answer that has none, so that its score is known all the same
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -98,17 +99,16 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
     if len(given) != len(completions):
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):
-      if value is not None and not (isinstance(value, int | float | np.number | np.bool_) and math.isfinite(value)):
-        where = _shown(prompts, completions, i)
-        raise RolloutError(f"reward {name} is {value!r}, no finite number and not None; {where}")
+      if value is not None and not (isinstance(value, int | float | np.number | np.bool_) and abs(value) <= LARGEST):
+        said = f"reward {name} is {value!r:.60}, no finite number and not None"
+        raise RolloutError(f"{said}; {_shown(prompts, completions, i)}")
     found[name] = np.array([math.nan if value is None else float(value) for value in given])
   return found
 
 
 def combined(by_name: dict[str, np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:
   """[B]: the weighted sum over the functions, without those that do not judge an answer. weights: () for 1."""
-  values_FB = np.stack(list(by_name.values()))
-  return np.nansum(values_FB * np.asarray(weights or np.ones(len(values_FB)))[:, None], axis=0)
+  return np.nansum(np.stack([*by_name.values()], 1) * (weights or 1.0), axis=1)
 
 
 def advantages(reward_B: np.ndarray, num_generations: int, scale: str) -> np.ndarray:

@@ -139,11 +139,11 @@ class PreferenceLoss(LanguageModelLoss):
 
   def _sums(self, batch, value_BT):
     """[B, S]: sums over the targets of each segment."""
-    return jnp.einsum("bts,bt->bs", self._members(batch, value_BT.dtype), value_BT)
+    return jnp.einsum("bts,bt->bs", self._members(batch, value_BT.dtype), value_BT, precision="highest")
 
   def _of_slots(self, batch, value_BS):
     """[B, T]: the value of each target's segment."""
-    return jnp.einsum("bts,bs->bt", self._members(batch, value_BS.dtype), value_BS)
+    return jnp.einsum("bts,bs->bt", self._members(batch, value_BS.dtype), value_BS, precision="highest")
 
   def _of_pairs(self, batch, value_US):
     """[B, T]: the value of each target's pair."""

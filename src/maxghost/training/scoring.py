@@ -28,6 +28,7 @@ from maxghost.parallel.shardings import constrain, slash_path
 from maxghost.training.batches import validation_index
 from maxghost.training.state import TrainStateNNX, trainable
 
+products = functools.partial(jnp.einsum, precision="highest")  # by default a TPU rounds to bfloat16, a GPU to TF32
 # The row axis of outputs that have one; of param_contribution, that of every entry.
 ROW_AXIS: dict[str, int] = dict.fromkeys(("token_contribution_KBT", "param_contribution"), 1)
 ROW_AXIS |= dict.fromkeys(("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "chosen_B"), 0)
@@ -147,9 +148,9 @@ class Scorer:
       own_1BT = passes.total(self.twin, scored.own)
       ok &= jnp.all(jnp.isfinite(own_1BT))
       own_1BT = jnp.where(ok, own_1BT, 0)
-      own_BS1 = jnp.einsum("kbt,bts->bsk", own_1BT, used_BTS)
+      own_BS1 = products("kbt,bts->bsk", own_1BT, used_BTS)
     score_KBT, forward_mode = jnp.where(ok, scored.additive, 0), ghost.engine == "jvp"
-    score_BSK = jnp.einsum("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
+    score_BSK = products("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
     if scored.own:
       clipping = self._clipping(scored, score_BSK, own_BS1, norm)
 
@@ -161,13 +162,12 @@ class Scorer:
       return learning_rate * (place(factor_BSK) * score + place(slope_BSK) * own)
 
     out = {"val_loss": scored.val_loss, "score_dot_BSK": score_BSK * per_share_BS[..., None],
-           "contribution_BSK": credit(score_BSK, own_BS1), **of_slots,
-           "tokens_BS": of_slots["tokens_BS"].astype(jnp.int32), "scored_ok": ok}  # fmt: skip
+           "contribution_BSK": credit(score_BSK, own_BS1), **of_slots, "scored_ok": ok}  # fmt: skip
     if clipping is not None:
       changed_BSK = (clipping[0] != clip_factor) | (clipping[1] != 0)  # elsewhere the difference is rounding
       out["of_clipping"] = jnp.where(changed_BSK, out["contribution_BSK"] - score_BSK * scale, 0).sum((0, 1))
     if ghost.ghost_detail == "token":
-      out["token_contribution_KBT"] = credit(score_KBT, own_1BT, lambda x: jnp.einsum("bts,bsk->kbt", used_BTS, x))
+      out["token_contribution_KBT"] = credit(score_KBT, own_1BT, lambda x: products("bts,bsk->kbt", used_BTS, x))
     if forward_mode:
       return out
     if ghost.ghost_detail != "total":
@@ -175,7 +175,7 @@ class Scorer:
       def by_slot(param, score):
         """[L, B, S, K] from one parameter's [*stack, K, B, T]."""
         score_LKBT = score.reshape(-1, *score.shape[len(param.stack_shape) :])
-        score_LBSK = jnp.einsum("lkbt,bts->lbsk", score_LKBT, used_BTS)
+        score_LBSK = products("lkbt,bts->lbsk", score_LKBT, used_BTS)
         return score_LBSK.sum(0, keepdims=True) if ghost.ghost_detail == "module" else score_LBSK
 
       out["param_contribution"] = {}
@@ -214,10 +214,10 @@ class Scorer:
     target_BTS = jax.nn.one_hot(jnp.where(weights_BT != 0, target_BT, 0) - 1, self.num_slots, dtype=dtype)
     weighted_BTS = target_BTS * weights_BT.astype(dtype)[..., None]
     weight_BS = weighted_BTS.sum(1)
-    loss_BS = jnp.einsum("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
+    loss_BS = products("bts,bt->bs", weighted_BTS, losses_BT) / jnp.where(weight_BS == 0, 1, weight_BS)
     share_BS = self.loss.shares(batch, weight_BS)
     per_share_BS = jnp.where(share_BS != 0, 1 / jnp.where(share_BS != 0, share_BS, 1), 0)
-    out = {"share_BS": share_BS, "tokens_BS": target_BTS.sum(1), "loss_BS": loss_BS}
+    out = {"share_BS": share_BS, "tokens_BS": target_BTS.sum(1).astype(jnp.int32), "loss_BS": loss_BS}
     return used_BTS, target_BTS, per_share_BS, out
 
 

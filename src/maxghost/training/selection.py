@@ -69,8 +69,7 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selected(Scored):
   """The scored pass of the chosen rows, after that of all candidates. batch: the chosen rows. index_k: their indices
-  among the candidates, ascending; None if all rows are kept and the targets of those not chosen are masked. chosen_B:
-  bool. candidates: the candidate pass."""
+  among the candidates; None if all rows are kept, others masked. chosen_B: bool. candidates: the candidate pass."""
 
   batch: dict
   index_k: jax.Array | None
@@ -110,7 +109,7 @@ class Selector(Scorer):
     the dot product, loss and tokens of the candidate pass."""
     out, first = super().outputs(scored, scored.batch, learning_rate, norm, clip_factor), scored.candidates
     used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
-    seen_dot = jnp.einsum("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
+    seen_dot = scoring.products("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
 
     def spread(value, axis: int, fill=None):
       """Puts values of the chosen rows at their indices among the candidates, `fill` (0) elsewhere."""
@@ -173,8 +172,9 @@ def make_selector(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: 
 
 def take(batch: dict, chosen_B, k: int):
   """(the chosen rows [k, ...], their indices [k] ascending). If k is the whole batch, all rows stay, rows that are not
-  chosen lose their targets, and the indices are None."""
+  chosen become padding, and the indices are None."""
   if k == chosen_B.shape[0]:
-    return batch | {"targets_segmentation": jnp.where(chosen_B[:, None], batch["targets_segmentation"], 0)}, None
+    segments = [name for name in batch if name.endswith("_segmentation")]
+    return batch | {name: jnp.where(chosen_B[:, None], batch[name], 0) for name in segments}, None
   index_k = jnp.sort(jnp.argsort(~chosen_B, stable=True)[:k])
   return {name: x[index_k] for name, x in batch.items()}, index_k
