@@ -18,7 +18,7 @@ from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guarded, printable, shown
+from maxghost.config.values import guarded, nearest_beside, printable, shown
 from maxghost.interop import model_path
 
 EXAMPLES = """\
@@ -113,11 +113,10 @@ def main(argv: list[str] | None = None) -> int:
     raise ConfigError(f"--data {' '.join(args.data)}: these documents hold no text to score")
   asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
-  if asked:
-    for name in asked.domains:
-      queries[name], total = asked.sample(name, args.query_rows)
-      if total > args.query_rows:
-        print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
+  for name in asked.domains if asked else ():
+    queries[name], total = asked.sample(name, args.query_rows)
+    if total > args.query_rows:
+      print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
   if args.index:
     return _index(args, cfg, paths, corpus, asked, queries, step_rows, run_cfg)
   return _exact(args, cfg, paths, corpus, queries, step_rows, run_cfg)
@@ -276,8 +275,8 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
     elif path.is_dir() and run.name.isdecimal():
       run, found = run.parents[1], {int(run.name): path}
     else:
-      what = "is not a checkpoint (<run>/checkpoints/<step>) or a run" if path.exists() else "does not exist"
-      raise ConfigError(f"{path} {what}")
+      what = "is not a checkpoint (<run>/checkpoints/<step>) or a run"
+      raise ConfigError(f"{path} {what if path.exists() else f'does not exist{nearest_beside(path)}'}")
     paths |= found
     runs.add(run)
   if len(runs) > 1:

@@ -148,9 +148,10 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest_beside(path: Path, pattern: str = "*/") -> str:
-  """`; nearest is runs/base` for a path that does not exist: what is spelt alike in its folder, or nothing."""
-  near = nearest(path.name, sorted(found.name for found in path.parent.glob(pattern)), 1)
-  return f"; nearest is {path.parent / near[0]}" if near else ""
+  """`; nearest is runs/base` for a path that does not exist: for `base`, or what is spelt alike; or nothing."""
+  near = [at / path.name for at in sorted(path.parent.glob("*/")) if os.path.exists(at / path.name)]
+  near += [path.parent / name for name in nearest(path.name, sorted(at.name for at in path.parent.glob(pattern)), 1)]
+  return f"; nearest is {near[0]}" if near else ""
 
 
 class WrongTypeError(Exception):
