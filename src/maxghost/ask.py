@@ -6,6 +6,7 @@ nats by which one exposure of a document is predicted to lower the loss of the a
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
   run_dir, given = attribute.resolve([run])
   paths, folder = given.copy(), index or run_dir / "index"
   if not (folder / "index.json").is_file():
-    write = f"maxghost attribute {paths[max(paths)]} --data run --index {folder}"
+    write = shlex.join(["maxghost", "attribute", str(paths[max(paths)]), "--data", "run", "--index", str(folder)])
     raise ConfigError(f"{folder}: no index there; write one: {write}")
   about = open_index(folder)
   if (method := about["method"]) != CONTRIBUTION:

@@ -1,6 +1,7 @@
 """The commands: arguments, exit codes, one line per problem, no JAX before the configuration is valid."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -297,10 +298,22 @@ def test_mistakes_with_arguments_are_one_line(argv, said, capsys):
 def test_the_nearest_folder_of_a_run_is_suggested(given, argv, tmp_path, monkeypatch, capsys):
   """One that is spelt alike, or the run of a name without its folder."""
   monkeypatch.chdir(tmp_path)
-  (tmp_path / "runs" / "base").mkdir(parents=True)
+  for folder in ("runs/base", "more/runs"):
+    (tmp_path / folder).mkdir(parents=True)
   assert cli.main(argv.replace("R", given).split()) == 2
   error = capsys.readouterr().err
   assert error.endswith("; nearest is runs/base\n") and error.count("\n") == 1
+  assert train.main(["runs"]) == 2 and capsys.readouterr().err == "maxghost: config file runs is a folder\n"
+
+
+def test_the_command_that_writes_an_index_can_be_pasted(tmp_path, monkeypatch, capsys):
+  run = tmp_path / "Ann's run"
+  (run / "checkpoints" / "3").mkdir(parents=True)
+  (run / "config.yml").touch()
+  assert cli.main(["ask", str(run), "q"]) == 2
+  command = shlex.split(capsys.readouterr().err.partition("write one: ")[2])
+  expected = ["attribute", str(run / "checkpoints" / "3"), "--data", "run", "--index", str(run / "index")]
+  assert command == ["maxghost", *expected]
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,7 @@ def _text(text: str, style: str = "", cut: bool = False) -> Text:
 
 def make_table(title: str, *columns: str) -> Table:
   """An empty table; a leading > marks a column of numbers."""
-  heading = _text(title, style="bold")
-  table = Table(title=heading if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+  table = Table(title=_text(title, "bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
   for name in columns:
     numbers = name.startswith(">")
     table.add_column(name.removeprefix(">"), justify="right" if numbers else "left", no_wrap=numbers)

@@ -149,7 +149,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 def nearest_beside(path: Path, pattern: str = "*/") -> str:
   """`; nearest is runs/base` for a path that does not exist: for `base`, or what is spelt alike; or nothing."""
-  near = [at / path.name for at in sorted(path.parent.glob("*/")) if os.path.exists(at / path.name)]
+  near = sorted(at / path.name for at in path.parent.glob("*/") if not path.exists() and os.path.isdir(at / path.name))
   near += [path.parent / name for name in nearest(path.name, sorted(at.name for at in path.parent.glob(pattern)), 1)]
   return f"; nearest is {near[0]}" if near else ""
 
