@@ -1,3 +1,19 @@
 """maxghost: train language models and score every training example."""
 
+import importlib
+import signal
+import threading
+
 __version__ = "0.2.0"
+
+
+def import_module(name: str):
+  """Imports a module; Ctrl-C ends the process at once, as libraries in C lose or replace a KeyboardInterrupt."""
+  usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  if usual and (usual := threading.current_thread() is threading.main_thread()):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  try:
+    return importlib.import_module(name)
+  finally:
+    if usual:
+      signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,17 +1,19 @@
 """`maxghost ask RUN "question"`: answers, with the training documents that made this answer more likely.
 
-The documents are those of an index that `maxghost attribute RUN --data DOMAIN=GLOB --index RUN/index` wrote. Values are
+The documents are those of an index that `maxghost attribute RUN --data run --index RUN/index` wrote. Values are
 nats by which one exposure of a document is predicted to lower the loss of the answer, summed over its tokens.
 """
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from maxghost import attribute, config, generate
+from maxghost import attribute, config, generate, import_module
 from maxghost.attribution.index import CONTRIBUTION, open_index
+from maxghost.attribution.output import console
 from maxghost.config import Config, ConfigError
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
@@ -54,8 +56,6 @@ def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
   args = parse(argv)
   run_dir, cfg, paths, index = opened(args.run, args.index)
-  from maxghost.attribution.output import console
-
   sources = open_sources(run_dir, cfg, paths, index)
   prompt_ids, answer_ids = _answer(args, cfg, next(reversed(paths.values())), sources.tokenizer)
   if args.token and args.token > len(answer_ids):
@@ -76,7 +76,7 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
   run_dir, given = attribute.resolve([run])
   paths, folder = given.copy(), index or run_dir / "index"
   if not (folder / "index.json").is_file():
-    write = f"maxghost attribute {paths[max(paths)]} --data DOMAIN=GLOB --index {folder}"
+    write = shlex.join(["maxghost", "attribute", str(paths[max(paths)]), "--data", "run", "--index", str(folder)])
     raise ConfigError(f"{folder}: no index there; write one: {write}")
   about = open_index(folder)
   if (method := about["method"]) != CONTRIBUTION:
@@ -96,11 +96,11 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
 
 def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path) -> Any:
   """The `attribution.sources.Sources` of what `opened` found. Imports JAX. Raises ConfigError."""
-  from maxghost.attribution.sources import Sources
+  sources = import_module("maxghost.attribution.sources")
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  return Sources(run_dir, index, cfg, attribute.points(cfg, paths))
+  return sources.Sources(run_dir, index, cfg, attribute.points(cfg, paths))
 
 
 def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tuple[list[int], list[int]]:
@@ -121,10 +121,10 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
 
 def _show(args: argparse.Namespace, found: dict, console) -> None:
   """The answer, and a table of its sources, or of those of one of its tokens."""
-  from rich.table import Table
   from rich.text import Text
 
   from maxghost.attribution.numbers import number
+  from maxghost.attribution.terminal import make_table
   from maxghost.attribution.texts import snippet
 
   tokens, documents = found["tokens"], found["documents"][: args.top]
@@ -134,9 +134,7 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
   for i, token in enumerate(tokens):
     answer.append(printable(token["text"]), "bold reverse" if args.token == i + 1 else "bold")
   console.print(answer)
-  table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-  for name in ("nats", "±", "tokens it helped most", "trained", "document"):
-    table.add_column(name, justify="right" if name in ("nats", "±", "trained") else "left")
+  table = make_table("", ">nats", ">±", "tokens it helped most", ">trained", "document")
   for one in documents:
     nats = one["token_nats"][args.token - 1] if args.token else one["nats"]
     error = "" if args.token else number(one["standard_error"], 2)

@@ -18,7 +18,7 @@ from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guarded, printable, shown
+from maxghost.config.values import guarded, nearest_beside, printable, shown
 from maxghost.interop import model_path
 
 EXAMPLES = """\
@@ -276,8 +276,8 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
     elif path.is_dir() and run.name.isdecimal():
       run, found = run.parents[1], {int(run.name): path}
     else:
-      what = "is not a checkpoint (<run>/checkpoints/<step>) or a run" if path.exists() else "does not exist"
-      raise ConfigError(f"{path} {what}")
+      what = "is not a checkpoint (<run>/checkpoints/<step>) or a run"
+      raise ConfigError(f"{path} {what if path.exists() else f'does not exist{nearest_beside(path)}'}")
     paths |= found
     runs.add(run)
   if len(runs) > 1:

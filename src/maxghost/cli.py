@@ -4,11 +4,10 @@ A command is a module with `main(argv: list[str] | None = None) -> int`. A comma
 `cli.run_command(_run, argv, "train")` there and imports JAX inside `_run`: wrong keys are reported before JAX starts.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from maxghost import __version__
+from maxghost import __version__, import_module
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
 from maxghost.config.help import list_values, print_help
 from maxghost.config.schema import WEIGHTS_ONLY
@@ -118,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     within = [f"; it is {outer} {verb}" for outer, inner in WITHIN.items() if verb in inner]
     hint = (within or [did_you_mean(verb, VERBS, "there are")])[0]
     raise ConfigError(f"unknown command '{verb}'{hint}")
-  return importlib.import_module(VERBS[verb][0]).main(rest)
+  return import_module(VERBS[verb][0]).main(rest)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxghost import import_module
 from maxghost.config import Config, ConfigError, did_you_mean
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.schema import WEIGHTS_ONLY
@@ -37,8 +38,7 @@ def from_keys(arguments: list[str]) -> list[str]:
   given = {name: value for name, equals, value in pairs if equals}
   known = ("load_parameters_path", *KEYS)
   for name in (name for name, equals, _ in pairs if not equals or name not in known):
-    hint = did_you_mean(name, (*KEYS, "load_parameters_path"))
-    raise ConfigError(f"{name!r} is not a key of generate{hint}; it reads {', '.join(known)}")
+    raise ConfigError(f"{name!r} is not a key of generate{did_you_mean(name, known)}; it reads {', '.join(known)}")
   if not given.get("load_parameters_path"):
     raise ConfigError("load_parameters_path is missing: the run, checkpoint or folder of the model to generate with")
   flags = [f"{KEYS[name]}={value}" for name, value in given.items() if name in KEYS]
@@ -56,20 +56,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--top_k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0 = all (0)")
   add("--top_p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of share P (1)")
-  about = "only tokens at least P times as likely as the likeliest (0)"
-  add("--min_p", type=float, default=0.0, metavar="P", help=about)
-  about = "above 1: less of what is in the text already (1)"
-  add("--repetition_penalty", type=float, default=1.0, metavar="X", help=about)
+  add("--min_p", type=float, default=0.0, metavar="P", help="least probability, as a share of the highest (0)")
+  add("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions (1)")
   add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")
-  lora = "LoRA adapter to merge in: folder of PEFT, or a run with lora_rank"
-  add("--adapter", default="", metavar="FOLDER", help=lora)
+  add("--adapter", default="", metavar="FOLDER", help="LoRA adapter to merge in: folder of PEFT, or a run")
   add("--chat", action="store_true", help="each prompt is the question of a user, in the model's chat template")
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
-  about = "weights in few bits, made as they are read (as the checkpoint has them)"
-  add("--quantization", choices=WEIGHTS_ONLY, help=about)
+  add("--quantization", choices=WEIGHTS_ONLY, help="weights in few bits, made as they are read (the checkpoint's)")
   add("--quantize_kvcache", action="store_true", help="keep keys and values in int8 (the configuration's)")
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
   typed = list(sys.argv[1:] if argv is None else argv)
@@ -86,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
   args = parse(argv)
-  from maxghost import load_model
+  load_model = import_module("maxghost.load_model")
   from maxghost.data.tokenizers import load_tokenizer
   from maxghost.parallel import shardings
   from maxghost.serving import Generator, Sampling
@@ -108,11 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
   seconds, count = generator.seconds, sum(row.num_tokens for row in rows)
   rate = f", {len(rows) * seconds.steps / seconds.loop:.1f} tokens/s" if seconds.steps else ""
-  print(
-    f"{count} tokens for {len(rows)} prompt{'s' if len(rows) > 1 else ''}; compiled in {seconds.compiling:.1f} s, "
-    f"prompts read in {seconds.prompt:.3f} s{rate}",
-    file=sys.stderr,
-  )
+  times = f"compiled in {seconds.compiling:.1f} s, prompts read in {seconds.prompt:.3f} s{rate}"
+  print(f"{count} tokens for {len(rows)} prompt{'s' if len(rows) > 1 else ''}; {times}", file=sys.stderr)
   return 0
 
 

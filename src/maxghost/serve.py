@@ -28,7 +28,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = Parser("maxghost serve", description=__doc__, epilog=example)
   add = parser.add_argument
   add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
-  add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; others than this need a key")
+  add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1); others need a key")
   add("--port", type=int, default=8000, metavar="N", help="port; 0 = any free one (8000)")
   add("--api-key", default="", metavar="KEY", help=f"what clients send; better {KEY}, which no list of processes shows")
   add("--name", default="", help="of the model, for clients (the folder's name)")

@@ -1,6 +1,7 @@
 """The commands: arguments, exit codes, one line per problem, no JAX before the configuration is valid."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -289,18 +290,49 @@ def test_mistakes_with_arguments_are_one_line(argv, said, capsys):
   assert said in error and error.count("\n") == 1 and error.replace("\n", "").isprintable()
 
 
-def test_ctrl_c_while_the_commands_are_imported_is_no_traceback():
-  code = """
+@pytest.mark.parametrize("given", ["runs/bsae", "base"])
+@pytest.mark.parametrize(
+  "argv", ["report R", "scores R", "ask R x", "attribute R --data run --index i", "generate R --prompt x",
+           "serve R --port 0", "checkpoint inspect R"]
+)  # fmt: skip
+def test_the_nearest_folder_of_a_run_is_suggested(given, argv, tmp_path, monkeypatch, capsys):
+  """One that is spelt alike, or the run of a name without its folder."""
+  monkeypatch.chdir(tmp_path)
+  for folder in ("runs/base", "more/runs"):
+    (tmp_path / folder).mkdir(parents=True)
+  assert cli.main(argv.replace("R", given).split()) == 2
+  error = capsys.readouterr().err
+  assert error.endswith("; nearest is runs/base\n") and error.count("\n") == 1
+  assert train.main(["runs"]) == 2 and capsys.readouterr().err == "maxghost: config file runs is a folder\n"
+
+
+def test_the_command_that_writes_an_index_can_be_pasted(tmp_path, monkeypatch, capsys):
+  run = tmp_path / "Ann's run"
+  (run / "checkpoints" / "3").mkdir(parents=True)
+  (run / "config.yml").touch()
+  assert cli.main(["ask", str(run), "q"]) == 2
+  command = shlex.split(capsys.readouterr().err.partition("write one: ")[2])
+  expected = ["attribute", str(run / "checkpoints" / "3"), "--data", "run", "--index", str(run / "index")]
+  assert command == ["maxghost", *expected]
+
+
+@pytest.mark.parametrize(
+  ("module", "argv"), [("config", ""), ("ask", "ask runs/base x"), ("load_model", "generate runs/base --prompt x")]
+)
+def test_ctrl_c_while_commands_are_imported_ends_them_at_once(module, argv):
+  """In a library in C a KeyboardInterrupt is lost, or becomes an ImportError."""
+  code = f"""
     import os, signal, sys
     from maxghost import __main__
 
     class Interrupts:
       def find_spec(self, name, *rest):
-        if name == "maxghost.config":
+        if name == "maxghost.{module}":
           os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits none
     sys.meta_path.insert(0, Interrupts())
+    sys.argv[1:] = {argv.split()}
     __main__.main()
   """
   done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)

@@ -229,6 +229,24 @@ def test_the_command_of_the_report_can_be_pasted(tmp_path, monkeypatch, capsys):
     assert shlex.split(line) == ["Report:", "python", "-m", "maxghost.report", str(path)]
 
 
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    ("objective=dpo", "2 steps, 12 pairs, "),
+    ("objective=grpo packing=none grpo_loss_type=grpo", "2 steps, 12 answers, "),
+    ("objective=grpo packing=none", "2 steps, 12 target tokens, "),
+  ],
+)
+def test_the_last_lines_say_what_a_run_has_trained_on(keys, said, tmp_path):
+  """Weights are sums in float32; those of a pair or an answer add up to 1."""
+  line = '{"learning/loss": 1.0, "learning/total_weights": 5.999999880790710}\n'
+  (tmp_path / "metrics.jsonl").write_text(2 * line)
+  cfg = config.load(None, "ghost_enabled=false", *keys.split())
+  assert console.end_lines(SimpleNamespace(cfg=cfg), [], tmp_path)[0].startswith(f"Training complete: {said}")
+  record = {"eval/avg_loss": 0.5, "eval/total_weights": 5.999999880790710}
+  assert eval_line(1, record).endswith(", total_weights=6.0")
+
+
 def test_a_step_line_has_at_most_120_characters():
   domains = {f"ghost/contribution/manual/{'domain' * n}": 7.0**n for n in range(12)}
   for scale in (1e-9, 1.0, 1e9):

@@ -16,6 +16,7 @@ from maxghost.attribution import report_text
 from maxghost.attribution.html import render
 from maxghost.attribution.summary import Ledger, summarize
 from maxghost.attribution.texts import Source
+from maxghost.scorelog import Writer
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,18 @@ def test_a_corpus_that_cannot_be_read_any_more_is_said(tmp_path, capsys):
   assert scores.main([str(run_dir), "--by", "document", "--text"]) == 0
   said = capsys.readouterr()
   assert "has changed since the run" in " ".join(said.out.split()) and "are no longer in the source" in said.err
+
+
+def test_a_report_of_a_single_document(tmp_path, capsys):
+  """It has no document with a smallest total, and nothing is in the plural."""
+  writer = Writer(tmp_path / "one")
+  writer.restore(None)
+  writer.append({"step": 0}, {"tokens": [47], "loss": [6.0], "dot": [0.1], "contribution": [0.5]}, [("a", "b", 0)])
+  writer.close()
+  assert report.main([str(tmp_path / "one")]) == 0
+  for said in (capsys.readouterr().out, (tmp_path / "one" / "report.html").read_text("utf-8")):
+    assert "Documents with the largest totals" in said and "Documents with the smallest totals" not in said
+    assert re.search(r"\b1 document\b", said) and not re.search(r"\b1 (step|document)s", said)
 
 
 @pytest.mark.browser

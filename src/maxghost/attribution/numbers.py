@@ -27,6 +27,10 @@ def integer(value: int) -> str:
   return f"{value:,}".replace(",", THIN)
 
 
+def counted(value: int, noun: str) -> str:
+  return f"{integer(value)} {noun}{'' if value == 1 else 's'}"
+
+
 def compact(value: float) -> str:
   """1234567 -> 1.23 M."""
   for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from maxghost.attribution.numbers import integer, number, percent
+from maxghost.attribution.numbers import counted, integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
 from maxghost.scorelog.format import TABLE
 
@@ -61,8 +61,8 @@ def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger, with notes on large momentum and on a large rest; or that there is none."""
   if not ledger_lines(ledger):
     return "This log holds neither predicted nor measured drops of its steps, only the contributions of examples."
-  count = f"{integer(len(ledger.steps))} step{'s' if len(ledger.steps) != 1 else ''}"
-  steps = f"{count} ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else count
+  steps = counted(len(ledger.steps), "step")
+  steps += f" ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else ""
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples, ahead = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples"), ledger.ahead
   predicted, actual, rest, said = ledger.predicted, ledger.actual, ledger.rest, ledger.columns_sum

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from maxghost.attribution import report_text
-from maxghost.attribution.numbers import compact, integer, number, percent, plus_minus
+from maxghost.attribution.numbers import compact, counted, integer, number, percent, plus_minus
 from maxghost.attribution.summary import Ledger, SetSummary, Summary, Value
 from maxghost.attribution.texts import snippet
 from maxghost.config.values import printable
@@ -16,9 +16,8 @@ SHOWN_DOCUMENTS = 5
 
 def show(summary: Summary, console: Console):
   """Prints the report with the first few documents of each table."""
-  steps = f"{integer(summary.num_steps)} step{'s' if summary.num_steps != 1 else ''}"
-  tokens, documents = compact(summary.num_tokens), compact(summary.num_documents)
-  console.print(_text(f"Run {summary.name}: {steps}, {tokens} scored tokens, {documents} documents"))
+  steps, documents = counted(summary.num_steps, "step"), counted(summary.num_documents, "document")
+  console.print(_text(f"Run {summary.name}: {steps}, {compact(summary.num_tokens)} scored tokens, {documents}"))
   for part in summary.sets:
     console.print()
     console.print(_text(report_text.headline(part), style="bold"))
@@ -34,11 +33,9 @@ def show(summary: Summary, console: Console):
       ("with the largest totals", "", part.top),
       ("with the smallest totals", "", part.bottom),
     ):
-      console.print(Text(f"\nDocuments {title}", style="bold"))
-      if sentence:
-        console.print(_text(sentence))
-      if values:
-        console.print(_documents(values))
+      below = [shown for shown in (_text(sentence), values and _documents(values)) if shown]
+      for shown in [_text(f"\nDocuments {title}", style="bold"), *below] if below else ():
+        console.print(shown)
     if report_text.in_all_known(part.top):
       console.print(_text(report_text.IN_ALL, style="dim"))
   for message in summary.messages:
@@ -50,10 +47,9 @@ def _text(text: str, style: str = "", cut: bool = False) -> Text:
   return Text(printable(text), style, no_wrap=cut, overflow="ellipsis" if cut else None)
 
 
-def _table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str) -> Table:
   """An empty table; a leading > marks a column of numbers."""
-  heading = _text(title, style="bold")
-  table = Table(title=heading if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+  table = Table(title=_text(title, "bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
   for name in columns:
     numbers = name.startswith(">")
     table.add_column(name.removeprefix(">"), justify="right" if numbers else "left", no_wrap=numbers)
@@ -62,7 +58,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _domains(part: SetSummary) -> Table:
   head = ("Domain", ">Tokens", ">Total nats", ">Nats per\nmillion tokens", ">Of\naverage", ">Training\nloss")
-  table = _table(f"\nDomains, for the {report_text.loss_of(part.name)}", *head)
+  table = make_table(f"\nDomains, for the {report_text.loss_of(part.name)}", *head)
   for value in part.domains:
     table.add_row(
       _text(value.domain), compact(value.tokens), number(value.contribution, plus=True) + plus_minus(value.half_width),
@@ -73,7 +69,7 @@ def _domains(part: SetSummary) -> Table:
 
 
 def _ledger(ledger: Ledger) -> Table:
-  table = _table("\nPredicted and measured drop", "", ">Nats", ">Of predicted")
+  table = make_table("\nPredicted and measured drop", "", ">Nats", ">Of predicted")
   for line in report_text.ledger_lines(ledger):
     share = percent(line.value / ledger.predicted) if ledger.predicted else ""
     table.add_row(_text(line.label), number(line.value, plus=True), share)
@@ -83,7 +79,7 @@ def _ledger(ledger: Ledger) -> Table:
 def _documents(values: list[Value]) -> Table:
   both = report_text.in_all_known(values)
   nats = (">Total nats", ">In all") if both else (">Total nats",)
-  table = _table("", *nats, ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
+  table = make_table("", *nats, ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
   for value in values[:SHOWN_DOCUMENTS]:
     lines = _text(value.place, cut=True)
     if value.text is not None:

@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from maxghost.checkpoint.host_checksum import checksum_of
 from maxghost.config.files import check_seal, write_text
-from maxghost.config.values import ConfigError, listed, slash_path
+from maxghost.config.values import ConfigError, listed, nearest_beside, slash_path
 
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
@@ -146,7 +146,7 @@ def locate(path: AnyPath) -> Location:
   if TEMPORARY_MARK in folder.name or TEMPORARY_MARK in folder.parent.name:
     raise LayoutError(f"{path} was never finished ('{TEMPORARY_MARK}' in its name); use a finished checkpoint")
   if not folder.is_dir():
-    raise LayoutError(f"there is no checkpoint folder {path}")
+    raise LayoutError(f"there is no checkpoint folder {path}{nearest_beside(Path(path))}")
   if (folder / TREE_METADATA).is_file():
     outer = folder.parent
     has_level = not (folder / STEP_METADATA).is_file() and (outer / STEP_METADATA).is_file()

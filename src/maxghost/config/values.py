@@ -152,9 +152,10 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def nearest_beside(path: Path, pattern: str = "*/") -> str:
-  """`; nearest is runs/base` for a path that does not exist: what is spelt alike in its folder, or nothing."""
-  near = nearest(path.name, sorted(found.name for found in path.parent.glob(pattern)), 1)
-  return f"; nearest is {path.parent / near[0]}" if near else ""
+  """`; nearest is runs/base` for a path that does not exist: for `base`, or what is spelt alike; or nothing."""
+  near = sorted(at / path.name for at in path.parent.glob("*/") if not path.exists() and os.path.isdir(at / path.name))
+  near += [path.parent / name for name in nearest(path.name, sorted(at.name for at in path.parent.glob(pattern)), 1)]
+  return f"; nearest is {near[0]}" if near else ""
 
 
 class WrongTypeError(Exception):

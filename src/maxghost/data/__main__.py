@@ -41,7 +41,7 @@ def _run(arguments: list[str]) -> int:
   repeats = _command(commands, "duplicates", "training documents that repeat held-out ones, or each other")
   about = "also near-copies of held-out documents: those that share this much of their 8-word shingles, 0 to 1"
   repeats.add_argument("--near", type=float, metavar="SHARE", help=about)
-  repeats.add_argument("--output", help="write the ids of the copies to this file, for dataset_exclude_file")
+  repeats.add_argument("--output", help="write the ids of copies of held-out documents, for dataset_exclude_file")
   parsed, more = parser.parse_known_args(arguments)  # settings may come after the options too
   if wrong := [item for item in more if item.startswith("-") or parsed.config is None]:
     commands.choices[parsed.command].refuse(wrong[0])

@@ -9,7 +9,7 @@ from maxghost.checkpoint.layouts_store import LayoutError, full_path, locate, re
 from maxghost.config import Config
 from maxghost.config.files import write_text
 from maxghost.config.schema import WEIGHTS_ONLY
-from maxghost.config.values import naming
+from maxghost.config.values import naming, nearest_beside
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface
@@ -45,7 +45,7 @@ def find(path: str | Path, key: str = "") -> ModelPlace:
   with naming(key, path):
     folder = full_path(path)
     if not folder.is_dir():
-      raise LayoutError(f"there is no model folder {path}")
+      raise LayoutError(f"there is no model folder {path}{nearest_beside(Path(path))}")
     if huggingface.is_huggingface(folder):
       cfg = huggingface.model_config(folder, open_tensors(folder))
       cfg = config.replace(cfg, **tokenizer_keys(folder, cfg.model.vocab_size))

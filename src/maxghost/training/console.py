@@ -39,7 +39,7 @@ def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
 
 def eval_line(step: int, record: Mapping[str, Any]) -> str:
   likely = f"perplexity={record['eval/avg_perplexity']:.3f}, " if "eval/avg_perplexity" in record else ""
-  loss, weights = f"loss={record['eval/avg_loss']:.4f}", f"total_weights={record['eval/total_weights']}"
+  loss, weights = f"loss={record['eval/avg_loss']:.4f}", f"total_weights={round(record['eval/total_weights'], 3)}"
   return f"Completed eval after train step {step}, {loss}, {likely}{weights}"
 
 
@@ -135,12 +135,14 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
   """The main results of a complete run, from its metrics.jsonl, and the report command. seconds: of each step."""
   try:
     records = [json.loads(line) for line in (path / METRICS_FILE).read_bytes().splitlines()]
-    tokens = sum(record["learning/total_weights"] for record in records)
+    weights = sum(record["learning/total_weights"] for record in records)
   except (ValueError, KeyError, TypeError) as error:
     return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
   first, last = records[0], records[-1]
   loss = f"training loss {first['learning/loss']:.3f} -> {last['learning/loss']:.3f}"
-  lines = [f"Training complete: {len(records)} steps, {tokens:,} target tokens, {loss}"]
+  answers = plan.cfg.samples and plan.cfg.rollout.grpo_loss_type == "grpo"  # each has the weight 1
+  units = "pairs" if plan.cfg.records == "pairs" else "answers" if answers else "target tokens"
+  lines = [f"Training complete: {len(records)} steps, {round(weights):,} {units}, {loss}"]
   if steady := seconds[1:]:  # the first step is a warm-up
     middle = median(steady)
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
