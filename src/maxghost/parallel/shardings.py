@@ -131,7 +131,7 @@ class Layout:
 
   def shardings(self, state: nnx.State) -> nnx.State:
     """The State with each leaf replaced by its sharding. Raises ConfigError naming the leaf."""
-    return _mapped(state, self._variable_sharding)
+    return map_state(state, self._variable_sharding)
 
   def abstract(self, state: nnx.State) -> nnx.State:
     """The State as `jax.ShapeDtypeStruct`s with shardings; a leaf in host memory stays there."""
@@ -140,7 +140,7 @@ class Layout:
       value = variable.get_value()
       return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._variable_sharding(path, variable))
 
-    return _mapped(state, leaf)
+    return map_state(state, leaf)
 
   def _variable_sharding(self, path: tuple, variable: nnx.Variable) -> Sharding:
     spec, kind = self.variable_spec(path, variable), getattr(variable.get_value().sharding, "memory_kind", None)
@@ -239,7 +239,7 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
       sharding = sharding.with_memory_kind(HOST)
     return jax.lax.with_sharding_constraint(value, sharding)
 
-  return _mapped(state, leaf)
+  return map_state(state, leaf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -323,5 +323,6 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
   return f"{share}, an even split is {1 / parts:.2%}"
 
 
-def _mapped(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:
+def map_state(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:
+  """A State of the same paths with the values leaf(path, Variable)."""
   return nnx.from_flat_state([(path, v.replace(leaf(path, v))) for path, v in nnx.to_flat_state(state)])

@@ -18,7 +18,7 @@ from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import distributed
-from maxghost.parallel.shardings import Layout, slash_path
+from maxghost.parallel.shardings import Layout, map_state, slash_path
 from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 
@@ -87,15 +87,16 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
   """The state before a step that draws new validation rows, with the curvature measured on the old rows. turned: the
   gradients of the old rows before the last step minus those after it (`step.make_closing`), which replace the stored
   gradients; `carried` is 1 until the step is done."""
-  new, flat = dict(enumerate(turned)), []
-  for path, v in nnx.to_flat_state(state):
+  new = dict(enumerate(turned))
+
+  def leaf(path, v):
     if path[0] == "stored_gradients":
-      v = v.replace(jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding))
-    elif path[0] == "carried":
-      v = v.replace(jnp.ones_like(v.get_value()))
-    flat.append((path, v))
+      return jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding)
+    return jnp.ones_like(v.get_value()) if path[0] == "carried" else v.get_value()
+
+  before = map_state(state, leaf)
   assert not new, "one array for each stored one"
-  return nnx.from_flat_state(flat)
+  return before
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
@@ -208,7 +209,7 @@ def copied(tree: Mapping, wanted: Mapping) -> dict:
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
   """The inverse of `to_tree`: `like` (which may be abstract) with the arrays of a tree of the same paths."""
   arrays = flatten_dict(tree)
-  return nnx.from_flat_state([(path, v.replace(arrays[tuple(map(str, path))])) for path, v in nnx.to_flat_state(like)])
+  return map_state(like, lambda path, _: arrays[tuple(map(str, path))])
 
 
 def abstract_arrays(state: nnx.State) -> nnx.State:
