@@ -138,14 +138,8 @@ class Split:
 
   def param(self, name: str, leading: int = 0) -> PartitionSpec:
     """Spec of the layer's Param `name`, with `leading` more axes in front."""
-    experts, width = self.experts or None, self.width or None
-    if name in ("wo_bias", "wo_lora_b") or (name.endswith("_lora_a") and name != "wo_lora_a"):
-      parts = (experts,)
-    elif name in ("wo", "wo_lora_a") or name.endswith("_bias"):
-      parts = (experts, width)
-    else:
-      parts = (experts, None, width)
-    return PartitionSpec(*[None] * leading, *parts)
+    wide = is_wide(name)[name.endswith("_bias") :]  # a bias has the outputs alone
+    return PartitionSpec(*[None] * leading, self.experts or None, *(self.width or None if w else None for w in wide))
 
   def map(self, function: Callable, in_specs, out_specs) -> Callable:
     return shardings.mapped(function, self.mesh, in_specs, out_specs)
@@ -195,6 +189,11 @@ class Split:
 
 
 _WO = ("exp", "mlp", None)  # logical axes of wo
+
+
+def is_wide(name: str) -> tuple[bool, bool]:
+  """Whether inputs and outputs of a Param have the experts' width."""
+  return name in ("wo", "wo_lora_a"), not name.startswith("wo") and not name.endswith("_lora_a")
 
 
 def num_held(params: dict) -> int:
