@@ -203,8 +203,7 @@ def num_held(params: dict) -> int:
 
 def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
   """How the layer's tokens [B, T, D] and Params lie on the mesh of the layout in use; None on one device."""
-  layout = shardings.current()
-  if layout is None or layout.num_devices == 1:
+  if (layout := shardings.across_devices()) is None:
     return None
   rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
   experts, width, _ = layout.rules.assign(_WO, layer.wo_shape, "experts")
@@ -213,8 +212,8 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
 
 def find_width(layer) -> tuple[str, ...]:
   """`Split.width` of the layer."""
-  layout = shardings.current()
-  return () if layout is None or layout.num_devices == 1 else layout.rules.assign(_WO, layer.wo_shape, "experts")[1]
+  layout = shardings.across_devices()
+  return () if layout is None else layout.rules.assign(_WO, layer.wo_shape, "experts")[1]
 
 
 class RoutedMoe(nnx.Module):

@@ -178,6 +178,12 @@ def platform() -> str:
   return _target.get() or (jax.default_backend() if layout is None else layout.platform)
 
 
+def across_devices() -> Layout | None:
+  """The current layout, if it has several devices."""
+  layout = current()
+  return None if layout is None or layout.num_devices == 1 else layout
+
+
 def num_parts(axis: str) -> int:
   """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
   return 1 if (layout := current()) is None else layout.rules.parts(layout.rules.first(axis))
@@ -192,8 +198,7 @@ def mapped(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Call
 
 def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   """x, split over the mesh by its logical axes. axes: one name for each dimension, None = not split."""
-  layout = current()
-  if layout is None or layout.num_devices == 1:
+  if (layout := across_devices()) is None:
     return x
   return layout.constrain(x, axes, layout.spec(axes, x.shape, label), label)
 
@@ -208,8 +213,7 @@ def constrain_factor(
   far as they divide it. axes, shape, label: of the tensor. others: {dimension of x: the tensor's} of further common
   dimensions, which are split alike.
   """
-  layout = current()
-  if layout is None or layout.num_devices == 1:
+  if (layout := across_devices()) is None:
     return x
   layout.rules.check((FACTOR,), label)
   assigned = layout.rules.assign(axes, shape, label)
@@ -226,8 +230,7 @@ def constrain_factor(
 
 def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
   """A State with each leaf split by its logical axes, if any. moments: like the optimizer's, over data too."""
-  layout = current()
-  if layout is None or layout.num_devices == 1 or layout.record is not None:
+  if (layout := across_devices()) is None or layout.record is not None:
     return state
 
   def leaf(path, variable):
