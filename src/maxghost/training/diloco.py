@@ -124,9 +124,7 @@ class Diloco:
       return x
     x = jnp.moveaxis(x / len(x) if name in _SHARED_OUT else x, 0, axis)
     with use(self.layout.together):
-      names: list[str | None] = [None] * (x.ndim - 1)
-      names[axis] = BATCH
-      return constrain(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), names, "an output of the step")
+      return scoring.place(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), axis)
 
   def closing(self, close: Callable) -> Callable:
     """`step.make_closing` for every slice: outputs [R, K]."""

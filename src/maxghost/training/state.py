@@ -26,31 +26,23 @@ REFERENCE = "reference_model"  # of a train state
 Split = tuple[nnx.GraphDef, nnx.State]
 
 
-class TrainCounter(nnx.Variable):
-  """State of the loop that is neither a parameter nor an optimizer moment."""
-
-
-class StoredGradient(nnx.Variable):
-  """A leaf of a validation gradient that later steps need: to score against it (ghost_val_every > 1), or to measure the
-  curvature (ghost_curvature=secant)."""
-
-
 class TrainStateNNX(nnx.Module):
   """Model, optimizer and the clipping factor of the previous step."""
 
   def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *,
                trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
                reference_model: nnx.Module | None = None):  # fmt: skip
-    """trainable: the Params that the optimizer changes. num_stored: number of validation gradients to keep between
-    steps. carries: see `carry`. reference_model: one that no step changes; it may share untrained Variables."""
+    """trainable: the Params that the optimizer changes. num_stored: number of validation gradients that later steps
+    need, to score against them (ghost_val_every > 1) or to measure the curvature (ghost_curvature=secant). carries: see
+    `carry`. reference_model: one that no step changes; it may share untrained Variables."""
     self.model, self.reference_model = model, reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
-    self.clip_factor = TrainCounter(jnp.ones((), float))
+    self.clip_factor = nnx.Variable(jnp.ones((), float))
     if num_stored:
       params = [v for _, v in nnx.to_flat_state(nnx.state(model, trainable))] * num_stored
-      zeros = [StoredGradient(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
+      zeros = [nnx.Variable(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
       self.stored_gradients = nnx.List(zeros)
-    self.carried = TrainCounter(jnp.zeros((), float)) if carries else None
+    self.carried = nnx.Variable(jnp.zeros((), float)) if carries else None
 
   def apply_gradients(self, grads) -> None:
     """Updates the parameters. grads: State with their paths. Raises RuntimeError for a state without an optimizer."""
