@@ -5,7 +5,6 @@ B batch, T positions, N = B T tokens, D embed dim, F width of an expert, E exper
 Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 to 6, for k experts.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -25,11 +24,8 @@ from maxghost.models.rounding import Rounded, plain
 from maxghost.parallel import shardings
 
 _micro_batches = contextvars.ContextVar("maxghost_load_by", default=1)
-
-
-def counted_by(num_micro: int) -> contextlib.AbstractContextManager[None]:
-  """Counts the experts' load separately for each of `num_micro` micro-batches."""
-  return shardings.setting(_micro_batches, num_micro)
+# counted_by(num_micro): counts the experts' load separately for each of so many micro-batches.
+counted_by = functools.partial(shardings.setting, _micro_batches)
 
 
 def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
