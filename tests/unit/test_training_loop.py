@@ -17,13 +17,14 @@ from flax import nnx
 from maxghost import config
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import plugins
+from maxghost.parallel.shardings import Layout
 from maxghost.scorelog import Writer
 from maxghost.training import scoring
 from maxghost.training.batches import Prefetcher
 from maxghost.training.console import Console
-from maxghost.training.loop import Hardware, Sinks, TrainingLoop
+from maxghost.training.loop import Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
-from maxghost.training.plan import StepFlops
+from maxghost.training.plan import Plan
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.state import Position, abstract_arrays, from_tree, to_tree
 
@@ -177,6 +178,11 @@ def make_config(**changes):
   return config.replace(config.load(), **(base | changes))
 
 
+def toy_plan(cfg) -> Plan:
+  """What the loop reads of a plan, on one device."""
+  return Plan(cfg, Layout.of(cfg.parallel, jax.devices()[:1]), graphdef=None, state=None, spread="")
+
+
 def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, program=None, watch=None,
             stopped=False, **trouble):  # fmt: skip
   """One process: opens the logs, goes to the newest checkpoint and trains. Returns (outcome, steps begun)."""
@@ -201,9 +207,8 @@ def run_toy(folder, cfg, *, ghost=True, async_checkpoints=True, console=None, pr
     scores.restore(position.scores, position.completed_steps)
   sinks = Sinks(console or Quiet(), log, scores, checkpoints, **({"watch": watch} if watch else {}))
   prefetcher = Prefetcher(dataset.train, jax.device_put, cfg.run.steps - position.completed_steps)
-  hardware = Hardware(1, None, B, StepFlops(6e6, 2e6))
   program = program or ToyProgram(signals=signals, val_every=cfg.ghost.ghost_val_every, **trouble)
-  loop = TrainingLoop(cfg, program, dataset, sinks, signals, hardware)
+  loop = TrainingLoop(toy_plan(cfg), program, dataset, sinks, signals)
   try:
     return loop.run(state, position, prefetcher)
   finally:
@@ -425,14 +430,8 @@ def test_step_k_starts_before_step_k_minus_1_is_read(tmp_path):
   metrics_log = MetricsLog(tmp_path / "metrics.jsonl")
   cfg = make_config(steps=5, eval_interval=-1, checkpoint_period=0)
   dataset = ToyDataset()
-  loop = TrainingLoop(
-    cfg,
-    WatchingProgram(),
-    dataset,
-    Sinks(Quiet(), metrics_log, None, None),
-    signals,
-    Hardware(1, None, B, StepFlops(1.0, 1.0)),
-  )
+  sinks = Sinks(Quiet(), metrics_log, None, None)
+  loop = TrainingLoop(toy_plan(cfg), WatchingProgram(), dataset, sinks, signals)
   loop.run(state, Position(), Prefetcher(dataset.train, jax.device_put, 5))
   metrics_log.close()
   expected = ["start 0"]

@@ -57,10 +57,8 @@ def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
     if cfg.lora_weight_qtype == "bfloat16" and (by_default or name):
       kernel = getattr(module, name or "kernel")
       setattr(module, name or "kernel", kernel.replace(kernel[...].astype(jnp.bfloat16)))
-    elif cfg.lora_weight_qtype and name:
-      quantized.quantize_experts(module, name, label, cfg.lora_weight_qtype)
-    elif cfg.lora_weight_qtype and by_default:
-      quantized.quantize_layer(module, label, cfg.lora_weight_qtype)
+    elif cfg.lora_weight_qtype and (by_default or name):
+      quantized.quantize_layer(module, name, label, cfg.lora_weight_qtype)
   for _, node in nnx.iter_graph(model):
     if isinstance(node, nnx.LinearGeneral) and node.dot_general is dense.dot_general:
       node.dot_general = dense.frozen_dot_general

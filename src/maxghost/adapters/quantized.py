@@ -217,20 +217,17 @@ class QuantizedMoe(RoutedMoe):
     return jax.checkpoint(lambda params, x_RI: plain(params, name, x_RI, rows))(params, x_RI)
 
 
-def quantize_layer(layer: Any, label: str, qtype: str) -> None:
-  """Puts the parts in place of a dense layer's kernel. Raises ConfigError for another layer, or odd inputs."""
-  plain, has_adapter = nnx.LinearGeneral, hasattr(layer, "lora")
-  if type(layer) is not (adapted(plain) if has_adapter else plain):
-    raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
-  kind = adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral
-  _replace(layer, "kernel", f"lora_weight_qtype={qtype}: {label}", qtype, kind)
-
-
-def quantize_experts(module: RoutedMoe, name: str, label: str, qtype: str) -> None:
-  """Puts the parts in place of one of the experts' matrices. Raises ConfigError as `quantize_layer`."""
-  if not module.sparse:
+def quantize_layer(layer: Any, name: str, label: str, qtype: str) -> None:
+  """Puts the parts in place of a dense layer's kernel, or of the experts' matrix `name`. Raises ConfigError for another
+  layer, experts without sparse_matmul, or odd inputs."""
+  plain, has_adapter, kind = nnx.LinearGeneral, hasattr(layer, "lora"), QuantizedMoe
+  if name and not layer.sparse:
     raise ConfigError(f"lora_weight_qtype={qtype} of {label} goes with sparse_matmul=true, not false")
-  _replace(module, name, f"lora_weight_qtype={qtype}: {label}", qtype, QuantizedMoe)
+  if not name:
+    if type(layer) is not (adapted(plain) if has_adapter else plain):
+      raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
+    kind = adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral
+  _replace(layer, name or "kernel", f"lora_weight_qtype={qtype}: {label}", qtype, kind)
 
 
 def modules(model: Any) -> list[tuple[str, nnx.Module, bool]]:

@@ -6,7 +6,7 @@ direction in use.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 from maxghost.ghost import low_rank
 from maxghost.models.pipeline import RowVariable
 from maxghost.optimizers import Parameter, RuleState, Sgd, UpdateRule
+from maxghost.optimizers.base import each_layer
 from maxghost.parallel.shardings import constrain, constrain_factor
 
 
@@ -145,10 +146,7 @@ class ScoredParam:
     def factor(u):
       return low_rank.factor(self.parameter.matrices(u, 1), self.spec.rank, self.label, self.parameter.groups)
 
-    run: Callable = factor
-    for _ in self.stack_shape:
-      run = functools.partial(jax.lax.map, run)
-    return run(u)
+    return each_layer(factor, len(self.stack_shape), u)
 
 
 def factors(directions: Sequence[tuple[ScoredParam, Any]]) -> dict[str, tuple]:

@@ -69,9 +69,8 @@ def partial_products(left: list, right: list) -> list[list]:
   """Partial sums [P] of left[i] * right[j], in float32 or wider; all arrays have one shape."""
   wide = jnp.promote_types(jnp.result_type(*left, *right), jnp.float32)
   pairs = [x.astype(wide) * y.astype(wide) for x in left for y in right]
-  layout = shardings.current()
-  alone = layout is None or layout.num_devices == 1
-  found = _in_one_pass(pairs) if alone and shardings.platform() == "cpu" else [jnp.sum(x)[None] for x in pairs]
+  at_once = shardings.across_devices() is None and shardings.platform() == "cpu"
+  found = _in_one_pass(pairs) if at_once else [jnp.sum(x)[None] for x in pairs]
   return [found[i : i + len(right)] for i in range(0, len(found), len(right))]
 
 

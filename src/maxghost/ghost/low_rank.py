@@ -270,7 +270,7 @@ def by_kernel(gram, floor, *, interpret: bool = False):
     out_shape=[jax.ShapeDtypeStruct((len(grams), rows, size), gram.dtype) for rows in (1, size)],
     compiler_params=params, interpret=interpret, name="ghost_eliminate",
   )  # fmt: skip
-  if (layout := shardings.current()) is not None and layout.num_devices > 1:
+  if (layout := shardings.across_devices()) is not None:
     specs = PartitionSpec(), PartitionSpec()
     run = shardings.mapped(run, layout.mesh, specs, specs)
   pivots, triangle = run(grams, floors)

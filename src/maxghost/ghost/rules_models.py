@@ -136,17 +136,12 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
 
 # On a mesh each device scores the rows of its own experts, as in `moe.Split`. Where it holds a part of their width, the
 # narrow arrays of adapters are summed over the parts, like the layer's output.
-def _is_wide(name: str) -> tuple[bool, bool]:
-  """Whether input and output of a matrix have the experts' width."""
-  return name in ("wo", "wo_lora_a"), not name.startswith("wo") and not name.endswith("_lora_a")
-
-
 def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
   def local(params, x, index, weight, b):
     x, index, weight, b = split.gather(x, index, weight, b)
     rows, used = _use(module, params, x, index, weight, b, split.first_expert(params))
     for name in used:
-      if split.width and "_lora_" in name and not any(_is_wide(name)):
+      if split.width and "_lora_" in name and not any(moe.is_wide(name)):
         x_R, g_R = used[name]
         partly = name == "wo_lora_b"  # the input; of other adapters the cotangent
         used[name] = (jax.lax.psum(x_R, split.width), g_R) if partly else (x_R, jax.lax.psum(g_R, split.width))
@@ -154,7 +149,7 @@ def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
   names = [*module.branches, "wo", *(name for name in values if "_lora_" in name)]
-  used = {name: tuple(wide if flag else whole for flag in _is_wide(name)) for name in names}
+  used = {name: tuple(wide if flag else whole for flag in moe.is_wide(name)) for name in names}
   params = {name: split.param(name) for name in values}
   return split.map(local, (params, *[split.tokens] * 4), (whole, used))(values, *arrays)
 
@@ -164,16 +159,16 @@ def _scores_on_mesh(module, name: str, length: int, split: moe.Split, arrays):
 
   def local(*arrays):
     score_KnT = _token_scores(module, name, length // parts, *arrays)
-    if not any(_is_wide(name)) and split.width:
+    if not any(moe.is_wide(name)) and split.width:
       score_KnT = jnp.where(split.is_first, score_KnT, 0)
     return jnp.stack([split.sum(score_nT) for score_nT in score_KnT])
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
-  inputs = [wide if flag else whole for flag in _is_wide(name.removesuffix("_bias"))]
+  inputs = [wide if flag else whole for flag in moe.is_wide(name.removesuffix("_bias"))]
   if arrays[-1].full is not None:
     direction = Direction(split.param(name, leading=1))
   else:
-    expert, rows, columns = (*split.param(name), None, None)[:3]
+    expert, rows, columns = split.param(name)
     direction = Direction(None, PartitionSpec(None, expert, rows), PartitionSpec(None, expert, None, columns))
   return split.map(local, (whole, *inputs, direction), PartitionSpec(None, *split.tokens))(*arrays)
 

@@ -36,8 +36,7 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   if sinks is not None:
     sinks = jnp.asarray(sinks, jnp.promote_types(sinks.dtype, jnp.float32))
   run = functools.partial(_splash_whole, shape, interpret)
-  layout = shardings.current()
-  if layout is None or layout.num_devices == 1:
+  if (layout := shardings.across_devices()) is None:
     return run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
   if shardings.num_parts(QUERIES[1]) > 1:
     needs = "attention=flash needs the positions of a row on one device, but the mesh splits them"

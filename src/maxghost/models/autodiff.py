@@ -1,7 +1,7 @@
 """Small tools for hand-written backward passes."""
 
-import contextlib
 import contextvars
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,30 +15,17 @@ _inputs_only = contextvars.ContextVar("maxghost_inputs_only", default=False)
 _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 
 
-def forward_mode() -> contextlib.AbstractContextManager[None]:
-  """Traces hand-written backward passes as plain JAX of equal values: custom_vjp has no forward mode for `jax.jvp`."""
-  return setting(_forward_mode, True)
+# Traces hand-written backward passes as plain JAX of equal values: custom_vjp has no forward mode for `jax.jvp`.
+forward_mode = functools.partial(setting, _forward_mode, True)
+in_forward_mode = _forward_mode.get
 
+# Layers inside give a backward pass for their inputs alone: of any rows, and without what a probed layer adds.
+inputs_only = functools.partial(setting, _inputs_only, True)
+for_inputs_only = _inputs_only.get
 
-def in_forward_mode() -> bool:
-  return _forward_mode.get()
-
-
-def inputs_only() -> contextlib.AbstractContextManager[None]:
-  """Layers inside give a backward pass for their inputs alone: of any rows, and without what a probed layer adds."""
-  return setting(_inputs_only, True)
-
-
-def for_inputs_only() -> bool:
-  return _inputs_only.get()
-
-
-def gradients_in_order() -> contextlib.AbstractContextManager[None]:
-  """Makes a backward pass compute a dense or probed layer's weight gradient and scores before the previous layer's.
-
-  Otherwise the TPU compiler defers weight gradients that have further uses, and keeps what several layers need for it.
-  """
-  return setting(_in_order, True)
+# Makes a backward pass compute a dense or probed layer's weight gradient and scores before the previous layer's.
+# Otherwise the TPU compiler defers weight gradients that have further uses, and keeps what several layers need for it.
+gradients_in_order = functools.partial(setting, _in_order, True)
 
 
 def barrier(*trees):

@@ -5,7 +5,6 @@ B batch, T positions, N = B T tokens, D embed dim, F width of an expert, E exper
 Source of the load-balancing loss: Fedus et al., arXiv:2101.03961, equations 4 to 6, for k experts.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -25,11 +24,8 @@ from maxghost.models.rounding import Rounded, plain
 from maxghost.parallel import shardings
 
 _micro_batches = contextvars.ContextVar("maxghost_load_by", default=1)
-
-
-def counted_by(num_micro: int) -> contextlib.AbstractContextManager[None]:
-  """Counts the experts' load separately for each of `num_micro` micro-batches."""
-  return shardings.setting(_micro_batches, num_micro)
+# counted_by(num_micro): counts the experts' load separately for each of so many micro-batches.
+counted_by = functools.partial(shardings.setting, _micro_batches)
 
 
 def no_routing(num_experts: int, shape_BT: tuple[int, int], dtype) -> dict:
@@ -138,14 +134,8 @@ class Split:
 
   def param(self, name: str, leading: int = 0) -> PartitionSpec:
     """Spec of the layer's Param `name`, with `leading` more axes in front."""
-    experts, width = self.experts or None, self.width or None
-    if name in ("wo_bias", "wo_lora_b") or (name.endswith("_lora_a") and name != "wo_lora_a"):
-      parts = (experts,)
-    elif name in ("wo", "wo_lora_a") or name.endswith("_bias"):
-      parts = (experts, width)
-    else:
-      parts = (experts, None, width)
-    return PartitionSpec(*[None] * leading, *parts)
+    wide = is_wide(name)[name.endswith("_bias") :]  # a bias has the outputs alone
+    return PartitionSpec(*[None] * leading, self.experts or None, *(self.width or None if w else None for w in wide))
 
   def map(self, function: Callable, in_specs, out_specs) -> Callable:
     return shardings.mapped(function, self.mesh, in_specs, out_specs)
@@ -197,6 +187,11 @@ class Split:
 _WO = ("exp", "mlp", None)  # logical axes of wo
 
 
+def is_wide(name: str) -> tuple[bool, bool]:
+  """Whether inputs and outputs of a Param have the experts' width."""
+  return name in ("wo", "wo_lora_a"), not name.startswith("wo") and not name.endswith("_lora_a")
+
+
 def num_held(params: dict) -> int:
   """Number of experts whose parameters these are; it is the first axis of each."""
   return next(iter(params.values())).shape[0]
@@ -204,8 +199,7 @@ def num_held(params: dict) -> int:
 
 def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
   """How the layer's tokens [B, T, D] and Params lie on the mesh of the layout in use; None on one device."""
-  layout = shardings.current()
-  if layout is None or layout.num_devices == 1:
+  if (layout := shardings.across_devices()) is None:
     return None
   rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
   experts, width, _ = layout.rules.assign(_WO, layer.wo_shape, "experts")
@@ -214,8 +208,8 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
 
 def find_width(layer) -> tuple[str, ...]:
   """`Split.width` of the layer."""
-  layout = shardings.current()
-  return () if layout is None or layout.num_devices == 1 else layout.rules.assign(_WO, layer.wo_shape, "experts")[1]
+  layout = shardings.across_devices()
+  return () if layout is None else layout.rules.assign(_WO, layer.wo_shape, "experts")[1]
 
 
 class RoutedMoe(nnx.Module):

@@ -3,6 +3,7 @@
 B batch, T positions, D embed dim, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -59,10 +60,10 @@ class OutputHead(nnx.Module):
 
   def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling):
     """The loss of each position, [B, T], as of whole `logits`, by tiles (`objectives.tiled.Head`)."""
-    projection = self.projection
-    tied, dtype, precision = isinstance(projection, TiedTable), jnp.dtype(projection.dtype), projection.precision
-    tiles = tiling.of(tied=tied, dtype=dtype, precision=precision, soft_cap=self.soft_cap)
-    return projection.losses(tiles, self._normed(hidden), targets_BT, weights_BT)
+    own = {"tied": isinstance(self.projection, TiedTable), "dtype": jnp.dtype(self.projection.dtype)}
+    own |= {"precision": self.projection.precision, "soft_cap": self.soft_cap}
+    tiles = dataclasses.replace(tiling, **own)
+    return self.projection.losses(tiles, self._normed(hidden), targets_BT, weights_BT)
 
   def _normed(self, hidden: Hidden):
     return hidden.x_BTD if self.norm is None else self.norm(hidden.x_BTD)

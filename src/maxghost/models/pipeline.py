@@ -12,8 +12,8 @@ another stage, for the gradients of their layers from all rows at once. The grad
 any function of all rows of the batch.
 """
 
-import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,16 +29,13 @@ from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.stages import AXIS, Stages, ring, to_run, to_store
 
 _whole_rows = contextvars.ContextVar("maxghost_whole_rows", default=False)
+# whole_rows(True or False): takes the gradients of a layer from all rows of the batch at once, or not.
+whole_rows = functools.partial(shardings.setting, _whole_rows)
 STACKED, SHARED = PartitionSpec(AXIS), PartitionSpec()  # split over the stages, or whole on each
 
 
 class RowVariable(nnx.Variable):
   """A layer's Variable [N, rows of the batch, ...], of which a micro-batch has the part of its own rows."""
-
-
-def whole_rows(whole: bool = True) -> contextlib.AbstractContextManager[None]:
-  """Takes the gradients of a layer from all rows of the batch at once, or not."""
-  return shardings.setting(_whole_rows, whole)
 
 
 def current() -> Stages | None:

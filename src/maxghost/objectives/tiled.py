@@ -27,7 +27,7 @@ class Head:
 
   tied: the table is [V, D], else [D, V]. dtype: of the products, as in the untiled layer; losses, log-sum-exp and the
   sums over tiles are float32 or wider. soft_cap: a logit y becomes soft_cap * tanh(y / soft_cap). An objective sets
-  num_tiles, axis and z_loss; `of` adds the rest, which is the projection's.
+  num_tiles, axis and z_loss; `OutputHead.losses` adds the rest, which is the projection's.
   """
 
   num_tiles: int
@@ -41,9 +41,6 @@ class Head:
   def __post_init__(self):
     if self.axis not in AXES:
       raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
-
-  def of(self, *, tied: bool, dtype, precision=None, soft_cap: float | None = None) -> "Head":
-    return dataclasses.replace(self, tied=tied, dtype=dtype, precision=precision, soft_cap=soft_cap)
 
   def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
     """`tiled_losses`; uses the weights on CPU only, where arithmetic costs more than holding a table's gradient."""

@@ -5,8 +5,9 @@ K validation sets; a parameter has any shape and may be stacked over layers: [*s
 
 import abc
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -267,6 +268,14 @@ class UpdateRule(abc.ABC):
     """{name: shape and dtype} of the arrays kept for a parameter."""
     state = jax.eval_shape(self.transformation(optax.constant_schedule(0.0)).init, {"": parameter})
     return {name: optax.tree_utils.tree_get(state, key)[""] for name, key in self.state_keys.items()}
+
+
+def each_layer(function: Callable, depth: int, *arrays):
+  """function(*arrays) of each layer of the first `depth` axes, one by one: a mesh then gathers one layer at a time."""
+  run: Callable = lambda arrays: function(*arrays)  # noqa: E731
+  for _ in range(depth):
+    run = functools.partial(jax.lax.map, run)
+  return run(arrays)
 
 
 def by_label(tree) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from flax import nnx
 from maxghost.config import ConfigError, OptimizerConfig
 from maxghost.optimizers import orthogonal
 from maxghost.optimizers.adamw import AdamW
-from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label
+from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label, each_layer
 from maxghost.parallel.shardings import constrain_factor, slash_path
 
 
@@ -113,7 +113,7 @@ class Muon(UpdateRule):
       moved, after, momentum = {}, {}, by_label(state.mu)
       for label, g in by_label(updates).items():
         step = functools.partial(self.moved, labels[label], state.count)
-        moved[label], after[label] = _each_layer(step, labels[label].stacked, g, momentum[label])
+        moved[label], after[label] = each_layer(step, labels[label].stacked, g, momentum[label])
       return _like(updates, moved), Momentum(state.count + 1, _like(state.mu, after))
 
     decay, rate = optax.add_decayed_weights(self.weight_decay), optax.scale_by_learning_rate(learning_rate)
@@ -209,7 +209,7 @@ class PathResponse(Response):
   def steps(self) -> tuple[Any, Any]:
     """(D(g), D(0)); two calls more of Newton-Schulz."""
     both = lambda g, momentum: (self._moved(momentum, g), self._moved(momentum, jnp.zeros_like(g)))  # noqa: E731
-    return _each_layer(both, self.depth, self.g, self.momentum)
+    return each_layer(both, self.depth, self.g, self.momentum)
 
   def whole(self, gradient):
     """(D(g) - D(0)) / clip_factor, without quadrature."""
@@ -226,7 +226,7 @@ class PathResponse(Response):
     """The average of linear(D, x g), a function of arrays like g, applied to x [*lead, *stack, ...]."""
     lead = x.shape[: x.ndim - self.g.ndim]
     x_K = jnp.moveaxis(x.astype(self.g.dtype).reshape(-1, *self.g.shape), 0, self.depth)
-    found_K = _each_layer(functools.partial(self._layer, linear), self.depth, self.g, self.momentum, x_K)
+    found_K = each_layer(functools.partial(self._layer, linear), self.depth, self.g, self.momentum, x_K)
     return jnp.moveaxis(found_K, self.depth, 0).reshape(*lead, *self.g.shape)
 
   def _layer(self, linear: Callable, g, momentum, x_K):
@@ -287,14 +287,6 @@ def _check_label(label: str, matrix: Matrix | None, shape: tuple[int, ...]) -> N
     said = f"opt_type=muon: {label} {list(shape)} does not say whether it is a matrix: give the Param the metadata"
     form = "matrix=(input axes, output axes), the numbers of its last axes, such as matrix=(1, 1)"
     raise ConfigError(f"{said} {form}, or matrix=() to leave it to AdamW")
-
-
-def _each_layer(function: Callable, depth: int, *arrays):
-  """function(*arrays) of each layer, one after the other: on a mesh only one layer's matrix is gathered at a time."""
-  run: Callable = lambda arrays: function(*arrays)  # noqa: E731
-  for _ in range(depth):
-    run = functools.partial(jax.lax.map, run)
-  return run(arrays)
 
 
 def _placed(matrix: Matrix, x):

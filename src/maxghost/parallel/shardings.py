@@ -131,7 +131,7 @@ class Layout:
 
   def shardings(self, state: nnx.State) -> nnx.State:
     """The State with each leaf replaced by its sharding. Raises ConfigError naming the leaf."""
-    return _mapped(state, self._variable_sharding)
+    return map_state(state, self._variable_sharding)
 
   def abstract(self, state: nnx.State) -> nnx.State:
     """The State as `jax.ShapeDtypeStruct`s with shardings; a leaf in host memory stays there."""
@@ -140,7 +140,7 @@ class Layout:
       value = variable.get_value()
       return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._variable_sharding(path, variable))
 
-    return _mapped(state, leaf)
+    return map_state(state, leaf)
 
   def _variable_sharding(self, path: tuple, variable: nnx.Variable) -> Sharding:
     spec, kind = self.variable_spec(path, variable), getattr(variable.get_value().sharding, "memory_kind", None)
@@ -178,6 +178,12 @@ def platform() -> str:
   return _target.get() or (jax.default_backend() if layout is None else layout.platform)
 
 
+def across_devices() -> Layout | None:
+  """The current layout, if it has several devices."""
+  layout = current()
+  return None if layout is None or layout.num_devices == 1 else layout
+
+
 def num_parts(axis: str) -> int:
   """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
   return 1 if (layout := current()) is None else layout.rules.parts(layout.rules.first(axis))
@@ -192,8 +198,7 @@ def mapped(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Call
 
 def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   """x, split over the mesh by its logical axes. axes: one name for each dimension, None = not split."""
-  layout = current()
-  if layout is None or layout.num_devices == 1:
+  if (layout := across_devices()) is None:
     return x
   return layout.constrain(x, axes, layout.spec(axes, x.shape, label), label)
 
@@ -208,8 +213,7 @@ def constrain_factor(
   far as they divide it. axes, shape, label: of the tensor. others: {dimension of x: the tensor's} of further common
   dimensions, which are split alike.
   """
-  layout = current()
-  if layout is None or layout.num_devices == 1:
+  if (layout := across_devices()) is None:
     return x
   layout.rules.check((FACTOR,), label)
   assigned = layout.rules.assign(axes, shape, label)
@@ -226,8 +230,7 @@ def constrain_factor(
 
 def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
   """A State with each leaf split by its logical axes, if any. moments: like the optimizer's, over data too."""
-  layout = current()
-  if layout is None or layout.num_devices == 1 or layout.record is not None:
+  if (layout := across_devices()) is None or layout.record is not None:
     return state
 
   def leaf(path, variable):
@@ -239,7 +242,7 @@ def constrain_state(state: nnx.State, moments: bool = False) -> nnx.State:
       sharding = sharding.with_memory_kind(HOST)
     return jax.lax.with_sharding_constraint(value, sharding)
 
-  return _mapped(state, leaf)
+  return map_state(state, leaf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -323,5 +326,6 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
   return f"{share}, an even split is {1 / parts:.2%}"
 
 
-def _mapped(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:
+def map_state(state: nnx.State, leaf: Callable[[tuple, nnx.Variable], Any]) -> nnx.State:
+  """A State of the same paths with the values leaf(path, Variable)."""
   return nnx.from_flat_state([(path, v.replace(leaf(path, v))) for path, v in nnx.to_flat_state(state)])

@@ -6,7 +6,7 @@ arXiv:2104.04473). The state stays in the order of the layers, so that stage s s
 """
 
 import dataclasses
-import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,35 +61,17 @@ class Stages:
     return f"pipeline: {cut}, {self.num_micro} micro-batches in {iterations} iterations; {sent}; {bubble}"
 
 
-@functools.cache
-def _exchanges(num_stages: int, repeats: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+def _exchanges(num_stages: int, repeats: int) -> list[list[tuple[int, int, int]]]:
   """R permutations that together bring each chunk from where it is stored to where it runs.
 
-  Entry s of one: (which of its chunks stage s sends, to which stage, as which of that stage's chunks).
+  Entry s of one: (which of its chunks stage s sends, to which stage, as which of that stage's chunks). The chunks that
+  a stage sends are neighbours, those that it receives are S apart: each takes part in another permutation.
   """
-  left = {s: [s * repeats + k for k in range(repeats)] for s in range(num_stages)}  # chunks stored on stage s
-  found = []
-  for _ in range(repeats):
-    taken: dict[int, int] = {}  # receiving stage: chunk
-    for s in range(num_stages):  # a matching exists, because what is left is regular (Koenig)
-      _match(s, left, taken, set(), num_stages, repeats)
-    chunks = {chunk // repeats: chunk for chunk in taken.values()}
-    for s, chunk in chunks.items():
-      left[s].remove(chunk)
-    found.append(tuple((c % repeats, c % num_stages, c // num_stages) for _, c in sorted(chunks.items())))
-  return tuple(found)
-
-
-def _match(stage: int, left: dict, taken: dict, tried: set, num_stages: int, repeats: int) -> bool:
-  """Finds a chunk for `stage` to send, moving the choices of other stages if need be."""
-  for chunk in left[stage]:
-    to = chunk % num_stages
-    if to not in tried:
-      tried.add(to)
-      if to not in taken or _match(taken[to] // repeats, left, taken, tried, num_stages, repeats):
-        taken[to] = chunk
-        return True
-  return False
+  found: list[list[tuple[int, int, int]]] = [[] for _ in range(repeats)]
+  for chunk in range(num_stages * repeats):
+    number = (chunk + chunk // math.lcm(num_stages, repeats)) % repeats
+    found[number].append((chunk % repeats, chunk % num_stages, chunk // num_stages))
+  return found
 
 
 def to_run(tree: Any, num_stages: int, repeats: int) -> Any:

@@ -18,7 +18,7 @@ from flax import nnx
 from maxghost.config import Config
 from maxghost.parallel import distributed
 from maxghost.parallel.axis_rules import APART, BATCH
-from maxghost.parallel.shardings import AXES, Layout, constrain, use
+from maxghost.parallel.shardings import AXES, Layout, constrain, map_state, use
 from maxghost.training import scoring
 from maxghost.training.host_memory import is_stacked
 
@@ -77,11 +77,9 @@ class Diloco:
     like = self.state
 
     def spread(inner):
-      values, made = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}, []
-      for path, v in nnx.to_flat_state(like):
-        x = values.get(path[1:] if path[0] == INNER else path, jnp.zeros((), v.dtype))
-        made.append((path, v.replace(jnp.broadcast_to(x, v.shape))))
-      return nnx.from_flat_state(made)
+      values = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}
+      found = lambda path, v: values.get(path[1:] if path[0] == INNER else path, jnp.zeros((), v.dtype))  # noqa: E731
+      return map_state(like, lambda path, v: jnp.broadcast_to(found(path, v), v.shape))
 
     return jax.jit(spread, out_shardings=self.layout.shardings(like))(inner)
 
@@ -93,7 +91,7 @@ class Diloco:
   def _inner(self, whole: nnx.State) -> nnx.State:
     """The states of the slices as one State with the paths of a single one."""
     flat = dict(nnx.to_flat_state(whole))
-    return nnx.from_flat_state([(p, v.replace(flat[INNER, *p].get_value())) for p, v in nnx.to_flat_state(self.inner)])
+    return map_state(self.inner, lambda path, _: flat[INNER, *path].get_value())
 
   @property
   def _axes(self) -> Any:
@@ -126,9 +124,7 @@ class Diloco:
       return x
     x = jnp.moveaxis(x / len(x) if name in _SHARED_OUT else x, 0, axis)
     with use(self.layout.together):
-      names: list[str | None] = [None] * (x.ndim - 1)
-      names[axis] = BATCH
-      return constrain(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), names, "an output of the step")
+      return scoring.place(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), axis)
 
   def closing(self, close: Callable) -> Callable:
     """`step.make_closing` for every slice: outputs [R, K]."""
@@ -207,4 +203,4 @@ def _is_common(x) -> bool:
 
 
 def replaced(whole: nnx.State, new: Mapping[tuple, Any]) -> nnx.State:
-  return nnx.from_flat_state([(p, v.replace(new[p]) if p in new else v) for p, v in nnx.to_flat_state(whole)])
+  return map_state(whole, lambda path, v: new.get(path, v.get_value()))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost.config import Config, ConfigError
 from maxghost.models import segments, streaming
-from maxghost.parallel.shardings import AXES, HOST
+from maxghost.parallel.shardings import AXES, HOST, map_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,12 @@ class HostMemory:
       return state
     gradients = self.weights and not self.frozen
     streamed: Any = {"model": self.weights, "optimizer": self.optimizer, "stored_gradients": gradients}
-    flat = []
-    for path, v in nnx.to_flat_state(state):
-      moved = streamed.get(path[0]) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
-      flat.append((path, v.replace(move(v.get_value())) if moved else v))
-    return nnx.from_flat_state(flat)
+
+    def leaf(path, v):
+      streams = streamed.get(path[0]) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
+      return move(v.get_value()) if streams else v.get_value()
+
+    return map_state(state, leaf)
 
 
 def check(cfg: Config, device: Any) -> None:

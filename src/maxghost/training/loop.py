@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxghost.config import Config
 from maxghost.parallel import distributed
 from maxghost.training import metrics
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
 from maxghost.training.compiled_steps import Program
 from maxghost.training.console import Console, eval_line, step_line
 from maxghost.training.metrics import MetricsLog
-from maxghost.training.plan import StepFlops
+from maxghost.training.plan import Plan
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.rollouts import Rollouts
 from maxghost.training.score_recorder import ScoreRecorder
@@ -54,23 +53,6 @@ class Sinks(NamedTuple):
           stack.callback(sink.close)
 
 
-class Hardware(NamedTuple):
-  """What rates depend on. rows: of a step over all devices. peak_flops: FLOP/s of one device, if known."""
-
-  num_devices: int
-  peak_flops: float | None
-  rows: int
-  flops: StepFlops
-
-  def rates(self, seconds: float, row_length: int) -> dict[str, float]:
-    """perf/* of one device, with MaxText's names, for a step of these seconds. Tokens include padding."""
-    tokens, flops = self.rows * row_length // self.num_devices, self.flops.total / self.num_devices
-    mfu = {"perf/mfu": flops / seconds / self.peak_flops} if self.peak_flops else {}
-    return {"perf/step_time_seconds": seconds, "perf/per_device_tflops": flops / 1e12,
-            "perf/per_device_tflops_per_sec": flops / 1e12 / seconds, "perf/per_device_tokens": tokens,
-            "perf/per_device_tokens_per_sec": tokens / seconds, **mfu}  # fmt: skip
-
-
 class Outcome(NamedTuple):
   """Result of the loop. seconds: of each step of this process; the first one is a warm-up."""
 
@@ -80,16 +62,15 @@ class Outcome(NamedTuple):
 
 
 class TrainingLoop:
-  """Runs the steps of a run from a position to its end, or to a signal. put: sends a dict of host arrays of validation
-  rows, the same in all processes, to the devices. sampler: maps the train state to a sampled text. rollouts: samples
-  the answers that the steps train on; None: training data is only read."""
+  """Runs the steps of a run from a position to its end, or to a signal. sampler: maps the train state to a sampled
+  text. rollouts: samples the answers that the steps train on; None: training data is only read."""
 
-  def __init__(self, cfg: Config, program: Program, dataset, sinks: Sinks, signals: StopSignals, hardware: Hardware, *,
-               put: Callable[[dict], Any] = jax.device_put, reweighter: Reweighter | None = None,
-               sampler: Callable[[Any], str] | None = None, rollouts: Rollouts | None = None):  # fmt: skip
-    self._cfg, self._program, self._dataset, self._sinks = cfg, program, dataset, sinks
-    self._signals, self._hardware, self._put, self._val_sets = signals, hardware, put, tuple(cfg.val_sets)
-    self._validation = ValidationRows(cfg.ghost, dataset, cfg.val_sets, put)
+  def __init__(self, plan: Plan, program: Program, dataset, sinks: Sinks, signals: StopSignals, *,
+               reweighter: Reweighter | None = None, sampler: Callable[[Any], str] | None = None,
+               rollouts: Rollouts | None = None):  # fmt: skip
+    self._plan, self._cfg, self._program, self._dataset, self._sinks = plan, plan.cfg, program, dataset, sinks
+    self._signals, self._val_sets = signals, tuple(plan.cfg.val_sets)
+    self._validation = ValidationRows(plan.cfg.ghost, dataset, plan.cfg.val_sets, plan.layout.put)
     self._reweighter, self._sampler, self._rollouts = reweighter, sampler, rollouts
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
     self._by_domain: Callable[[], dict[str, float]] = dict  # belongs to the pending record
@@ -191,9 +172,9 @@ class TrainingLoop:
     self._read_started()
     self._sinks.watch(None, "evaluates", "evaluate")
     if not self._eval_batches:
-      num_rows = self._cfg.data.per_device_batch_size * self._hardware.num_devices
+      num_rows = self._cfg.data.per_device_batch_size * self._plan.layout.num_devices
       batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
-      self._eval_batches = [self._put(batch.arrays) for batch in batches]
+      self._eval_batches = [self._plan.layout.put(batch.arrays) for batch in batches]
     sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
     self._pending |= metrics.eval_metrics(jax.device_get(sums), self._cfg.evaluated)
@@ -267,7 +248,7 @@ class TrainingLoop:
       open_loss = [float(loss) for loss in outputs["val_loss"]]
     self._write_pending()
     record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective)
-    record |= self._hardware.rates(seconds, self._cfg.data.max_target_length)
+    record |= self._plan.rates(seconds)
     record |= fetched.metrics
     if self._rollouts:
       self._rollouts.write(fetched)

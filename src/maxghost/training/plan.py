@@ -118,6 +118,15 @@ class Plan:
     """FLOPs of a step over all devices."""
     return step_flops(self.cfg.model, self.rows, self.cfg.data.max_target_length)
 
+  def rates(self, seconds: float) -> dict[str, float]:
+    """perf/* of one device, with MaxText's names, for a step of these seconds. Tokens include padding."""
+    count, peak = self.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    tokens, flops = self.rows * self.cfg.data.max_target_length // count, self.flops.total / count
+    mfu = {"perf/mfu": flops / seconds / peak} if peak else {}
+    return {"perf/step_time_seconds": seconds, "perf/per_device_tflops": flops / 1e12,
+            "perf/per_device_tflops_per_sec": flops / 1e12 / seconds, "perf/per_device_tokens": tokens,
+            "perf/per_device_tokens_per_sec": tokens / seconds, **mfu}  # fmt: skip
+
   @functools.cached_property
   def memory(self) -> MemoryEstimate:
     """The estimate per device. Raises ConfigError for a model that cannot be scored."""

@@ -287,15 +287,13 @@ def run(problem: Problem, train_state: TrainStateNNX) -> Scored:
   return scored
 
 
+def place(x, axis: int | None):
+  """Inside a step, shards one of its outputs like the rows along this axis; None: replicates it."""
+  return constrain(x, [BATCH if i == axis else None for i in range(x.ndim)], "an output of the step")
+
+
 def placed(out: Mapping[str, Any]) -> dict[str, Any]:
   """Inside a step, shards outputs with a row axis like the rows, and replicates all others."""
-
-  def place(x, axis: int | None):
-    names = [None] * x.ndim
-    if axis is not None:
-      names[axis] = BATCH
-    return constrain(x, names, "an output of the step")
-
   return _each(place, out)
 
 

@@ -22,9 +22,9 @@ from maxghost.parallel.watch import Watch
 from maxghost.serving.samples import Sampler
 from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
 from maxghost.training.batches import Batches, Prefetcher
-from maxghost.training.loop import Hardware, Outcome, Sinks, TrainingLoop
+from maxghost.training.loop import Outcome, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
-from maxghost.training.plan import PEAK_FLOPS, Plan
+from maxghost.training.plan import Plan
 from maxghost.training.reweighting import Reweighter
 from maxghost.training.rollouts import Rollouts
 from maxghost.training.signals import StopSignals
@@ -144,9 +144,8 @@ class Session:
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
-      cfg, self._program, batches, sinks, self._signals,
-      Hardware(plan.layout.num_devices, PEAK_FLOPS.get(jax.devices()[0].device_kind), plan.rows, plan.flops),
-      put=plan.layout.put, reweighter=reweighter, sampler=self._sampler, rollouts=rollouts,
+      plan, self._program, batches, sinks, self._signals,
+      reweighter=reweighter, sampler=self._sampler, rollouts=rollouts,
     )  # fmt: skip
     outcome = loop.run(train_state, position, prefetcher)
     if not position.completed_steps:  # the reader counts what this process has read

@@ -18,21 +18,12 @@ from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import distributed
-from maxghost.parallel.shardings import Layout, slash_path
+from maxghost.parallel.shardings import Layout, map_state, slash_path
 from maxghost.training.devices import compiler_options
 from maxghost.training.host_memory import HostMemory
 
 REFERENCE = "reference_model"  # of a train state
 Split = tuple[nnx.GraphDef, nnx.State]
-
-
-class TrainCounter(nnx.Variable):
-  """State of the loop that is neither a parameter nor an optimizer moment."""
-
-
-class StoredGradient(nnx.Variable):
-  """A leaf of a validation gradient that later steps need: to score against it (ghost_val_every > 1), or to measure the
-  curvature (ghost_curvature=secant)."""
 
 
 class TrainStateNNX(nnx.Module):
@@ -41,16 +32,17 @@ class TrainStateNNX(nnx.Module):
   def __init__(self, model: nnx.Module, tx: optax.GradientTransformation | None = None, *,
                trainable: nnx.filterlib.Filter = nnx.Param, num_stored: int = 0, carries: bool = False,
                reference_model: nnx.Module | None = None):  # fmt: skip
-    """trainable: the Params that the optimizer changes. num_stored: number of validation gradients to keep between
-    steps. carries: see `carry`. reference_model: one that no step changes; it may share untrained Variables."""
+    """trainable: the Params that the optimizer changes. num_stored: number of validation gradients that later steps
+    need, to score against them (ghost_val_every > 1) or to measure the curvature (ghost_curvature=secant). carries: see
+    `carry`. reference_model: one that no step changes; it may share untrained Variables."""
     self.model, self.reference_model = model, reference_model
     self.optimizer = None if tx is None else nnx.Optimizer(model, tx, wrt=trainable)
-    self.clip_factor = TrainCounter(jnp.ones((), float))
+    self.clip_factor = nnx.Variable(jnp.ones((), float))
     if num_stored:
       params = [v for _, v in nnx.to_flat_state(nnx.state(model, trainable))] * num_stored
-      zeros = [StoredGradient(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
+      zeros = [nnx.Variable(jnp.zeros(v.shape, v.dtype), axes=v.get_metadata().get("axes")) for v in params]
       self.stored_gradients = nnx.List(zeros)
-    self.carried = TrainCounter(jnp.zeros((), float)) if carries else None
+    self.carried = nnx.Variable(jnp.zeros((), float)) if carries else None
 
   def apply_gradients(self, grads) -> None:
     """Updates the parameters. grads: State with their paths. Raises RuntimeError for a state without an optimizer."""
@@ -87,15 +79,16 @@ def carry(state: nnx.State, turned: list[jax.Array]) -> nnx.State:
   """The state before a step that draws new validation rows, with the curvature measured on the old rows. turned: the
   gradients of the old rows before the last step minus those after it (`step.make_closing`), which replace the stored
   gradients; `carried` is 1 until the step is done."""
-  new, flat = dict(enumerate(turned)), []
-  for path, v in nnx.to_flat_state(state):
+  new = dict(enumerate(turned))
+
+  def leaf(path, v):
     if path[0] == "stored_gradients":
-      v = v.replace(jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding))
-    elif path[0] == "carried":
-      v = v.replace(jnp.ones_like(v.get_value()))
-    flat.append((path, v))
+      return jax.device_put(new.pop(int(str(path[1]))), v.get_value().sharding)
+    return jnp.ones_like(v.get_value()) if path[0] == "carried" else v.get_value()
+
+  before = map_state(state, leaf)
   assert not new, "one array for each stored one"
-  return nnx.from_flat_state(flat)
+  return before
 
 
 def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
@@ -208,7 +201,7 @@ def copied(tree: Mapping, wanted: Mapping) -> dict:
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
   """The inverse of `to_tree`: `like` (which may be abstract) with the arrays of a tree of the same paths."""
   arrays = flatten_dict(tree)
-  return nnx.from_flat_state([(path, v.replace(arrays[tuple(map(str, path))])) for path, v in nnx.to_flat_state(like)])
+  return map_state(like, lambda path, _: arrays[tuple(map(str, path))])
 
 
 def abstract_arrays(state: nnx.State) -> nnx.State:

@@ -26,7 +26,7 @@ def run(problem: Problem) -> Scored:
   rows = jax.tree.leaves(batch)[0].shape[0]
 
   def loss(params, probes):
-    with pipeline.whole_rows():
+    with pipeline.whole_rows(True):
       losses, weights, _ = as_objective(problem.loss).measured(twin.merge(params, probes, directions, rest), both)
     train, val = passes.mean_loss(losses[:rows], weights[:rows]), passes.validation_mean(losses[rows:], weights[rows:])
     return train + val, (train, val, losses[:rows], passes.wide_weights(losses, weights)[:rows])

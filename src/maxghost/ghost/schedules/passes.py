@@ -18,7 +18,7 @@ from maxghost.ghost.schedules.base import Losses, Model, Problem, Scored, Secant
 from maxghost.models import pipeline
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
-from maxghost.parallel.shardings import constrain_state, slash_path
+from maxghost.parallel.shardings import constrain_state, map_state, slash_path
 
 
 def wide_weights(losses, weights):
@@ -40,8 +40,7 @@ def validation_mean(losses, weights):
 
 def like(state: nnx.State, labelled: dict) -> nnx.State:
   """A State of the same paths and dtypes with the arrays of {label: array}."""
-  flat = [(path, v, labelled[slash_path(path)]) for path, v in nnx.to_flat_state(state)]
-  return nnx.from_flat_state([(path, v.replace(x.astype(v.get_value().dtype))) for path, v, x in flat])
+  return map_state(state, lambda path, v: labelled[slash_path(path)].astype(v.get_value().dtype))
 
 
 def validation_gradients(model: Model, loss_fn: Losses, batches: tuple):

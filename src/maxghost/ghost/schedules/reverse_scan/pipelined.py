@@ -120,7 +120,8 @@ class Passed:
   def _walk(self, kept: list) -> dict:
     """What `layer.training_back` returns, of all layers. kept: what `forward` and `backward` of each passage keep."""
     layers, pipe = self.layers, self.passages[0].whole
-    state, secant = layers.state, self._secant_of_layers()
+    state, secant, labels = layers.state, layers.problem.secant, layers.labelled(layers.params)
+    secant = secant and dataclasses.replace(secant, earlier=[{k: x[k] for k in labels} for x in secant.earlier])
 
     def local(kept, stacked, state, secant, small, batches):
       flat = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pipe.chunks(tree))  # noqa: E731
@@ -149,10 +150,6 @@ class Passed:
     of_state, of_secant = state and RuleState(arrays, *[SHARED] * 3), secant and Secant(arrays, SHARED, SHARED)
     specs = (STACKED, STACKED, of_state, of_secant, SHARED, SHARED), STACKED
     return pipe.map(local, *specs)(kept, layers.stacked(), state, secant, small, batches)
-
-  def _secant_of_layers(self) -> Secant | None:
-    secant, labels = self.layers.problem.secant, self.layers.labelled(self.layers.params)
-    return secant and dataclasses.replace(secant, earlier=[{k: x[k] for k in labels} for x in secant.earlier])
 
   def _parted(self, trees: Sequence) -> list:
     """One tree for each batch, from one for each passage."""
