@@ -202,6 +202,30 @@ def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
     assert saved.decode(after) == original.decode(before)
 
 
+def test_a_run_on_bytes_keeps_its_chat_template(tmp_path):
+  for text in ("first", "changed since"):
+    (tmp_path / "given.jinja").write_text(text)
+    tokenizer_files.save(load_tokenizer("byte"), "byte", tmp_path / "tokenizer", str(tmp_path / "given.jinja"))
+  assert (tmp_path / "tokenizer" / tokenizer_files.TEMPLATE).read_text() == "first"
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_the_byte_tokenizer_in_files_of_hugging_face_has_the_same_ids(add_bos, tmp_path):
+  import tokenizers
+
+  original = load_tokenizer("byte")
+  tokenizer_files.write_bytes(tmp_path, add_bos)
+  written = load_tokenizer("huggingface", str(tmp_path))
+  for name in ("vocab_size", "bos_id", "eos_id", "pad_id"):
+    assert getattr(written, name) == getattr(original, name), name
+  outside = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+  outside.encode_special_tokens = True  # texts that spell a special token
+  for text in [*TEXTS, "  two  spaces\n\n\ttab 漢字 👍🏽", "".join(map(chr, range(1, 256)))]:
+    ids = original.encode([text.encode()])[0].tolist()
+    assert written.encode([text.encode()])[0].tolist() == ids and written.decode(ids) == text.encode()
+    assert outside.encode(text).ids == [original.bos_id] * add_bos + ids and outside.decode(ids) == text
+
+
 def test_a_tiktoken_encoding_with_rules_of_its_own_keeps_them(made, tmp_path):
   """Split into single letters before the merges, and specials that are not Llama's."""
   content = {"ranks": "small.tiktoken", "split": "(?s:.)", "special_tokens": {"<|bos|>": 300, "<|odd|>": 301}}

@@ -432,6 +432,22 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
     hf_checkpoint.import_model(llama, tmp_path / "again", say=silent)
 
 
+def test_a_model_of_bytes_is_exported_with_its_tokenizer_and_template(llama, tmp_path):
+  tables = ("model.embed_tokens.weight", "lm_head.weight")
+  rewrite(llama, lambda tensors: tensors | {name: np.resize(tensors[name], (261, 12)) for name in tables})
+  edit_config(llama, vocab_size=261)
+  cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  template = tmp_path / "in" / "tokenizer" / "chat_template.jinja"
+  template.parent.mkdir()
+  template.write_text("{{ messages[0].content }}")
+  keys = {"objective": "sft", "chat_template_path": "/moved/away", "tokenizer_type": "byte", "add_bos": False}
+  config.save(config.replace(cfg, **keys), tmp_path / "in" / "config.yml")
+  hf_checkpoint.export_model(tmp_path / "in", tmp_path / "out", say=silent)
+  assert (tmp_path / "out" / template.name).read_text() == template.read_text()
+  found = model_path.find(tmp_path / "out").config.data
+  assert (found.tokenizer_type, found.add_bos) == ("huggingface", False)
+
+
 def test_keys_that_differ_from_the_given_model_are_listed(llama):
   path = f"load_parameters_path={llama}"
   with pytest.raises(ConfigError, match=r"is another model .*base_emb_dim=12 there, 256 here; .*vocab_size=29 there"):

@@ -1,34 +1,41 @@
 """A tokenizer's files saved beside the model: in <run>/tokenizer, and likewise for an imported model.
 
-The byte tokenizer has no file.
+The byte tokenizer has a file only in exports.
 """
 
+import json
 import shutil
 from pathlib import Path
 
 from maxghost.config import ConfigError
-from maxghost.data.tokenizers import HUGGINGFACE, SENTENCEPIECE, TIKTOKEN, TiktokenTokenizer, Tokenizer
+from maxghost.config.files import write_text
+from maxghost.config.values import import_package
+from maxghost.data import tokenizers
 
 FOLDER, TEMPLATE = "tokenizer", "chat_template.jinja"
 # What transformers saves beside a model for its tokenizer, and the tokens that end a text.
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                      "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, "generation_config.json")  # fmt: skip
 
+_PATTERNS = {tokenizers.HUGGINGFACE: "tokenizer.json", tokenizers.SENTENCEPIECE: "*.model",
+             tokenizers.TIKTOKEN: "*.encoding.json"}  # fmt: skip
 
-def save(tokenizer: Tokenizer, kind: str, folder: Path, template: str = "") -> None:
+
+def save(tokenizer: tokenizers.Tokenizer, kind: str, folder: Path, template: str = "") -> None:
   """Writes the tokenizer into `folder`, unless one is there. template: a file of a chat template to keep with it."""
-  if tokenizer.path is None or _files(kind, folder):
+  file, kept = tokenizer.path, folder / TEMPLATE
+  if _files(kind, folder) or (file is None and (kept.exists() or not template)):
     return
   folder.mkdir(exist_ok=True)
-  if isinstance(tokenizer, TiktokenTokenizer):
+  if isinstance(tokenizer, tokenizers.TiktokenTokenizer):
     tokenizer.save(folder)
-  elif kind == SENTENCEPIECE:
-    shutil.copyfile(tokenizer.path, folder / f"{tokenizer.path.stem}.model")
-  else:
-    copy(tokenizer.path.parent, folder)
-    shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
+  elif file and kind == tokenizers.SENTENCEPIECE:
+    shutil.copyfile(file, folder / f"{file.stem}.model")
+  elif file:
+    copy(file.parent, folder)
+    shutil.copyfile(file, folder / "tokenizer.json")
   if template:
-    shutil.copyfile(Path(template).expanduser(), folder / TEMPLATE)
+    shutil.copyfile(Path(template).expanduser(), kept)
 
 
 def copy(source: Path, target: Path) -> list[str]:
@@ -40,14 +47,31 @@ def copy(source: Path, target: Path) -> list[str]:
   return names
 
 
+def write_bytes(folder: Path, add_bos: bool, template: str = "") -> None:
+  """The byte tokenizer as files of Hugging Face, with the same ids. add_bos: before texts. template: as in `save`."""
+  library, own = import_package("tokenizers", f"the tokenizer in {folder}", "hf"), tokenizers.ByteTokenizer()
+  words = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+  ids = dict(zip(words.values(), (own.bos_id, own.eos_id, own.pad_id), strict=True))
+  made = library.Tokenizer(library.models.BPE(tokenizers.byte_level_alphabet() | ids, []))
+  made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  made.decoder = library.decoders.ByteLevel()
+  made.add_special_tokens([*ids])
+  if add_bos:
+    begin = [("<|bos|>", own.bos_id)]
+    made.post_processor = library.processors.TemplateProcessing("<|bos|> $A", special_tokens=begin)
+  made.save(str(folder / "tokenizer.json"))
+  write_text(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | words))
+  if template:
+    shutil.copyfile(Path(template).expanduser(), folder / TEMPLATE)
+
+
 def saved_path(kind: str, folder: Path) -> str | None:
   """The `tokenizer_path` of a tokenizer saved in `folder`; None if there is none of this kind."""
   files = _files(kind, folder)
   if len(files) > 1:
     raise ConfigError(f"{folder} holds several tokenizers: {', '.join(file.name for file in files)}; leave one")
-  return str(folder if kind == HUGGINGFACE else files[0]) if files else None
+  return str(folder if kind == tokenizers.HUGGINGFACE else files[0]) if files else None
 
 
 def _files(kind: str, folder: Path) -> list[Path]:
-  patterns = {HUGGINGFACE: "tokenizer.json", SENTENCEPIECE: "*.model", TIKTOKEN: "*.encoding.json"}
-  return sorted(folder.glob(patterns[kind])) if kind in patterns else []
+  return sorted(folder.glob(_PATTERNS[kind])) if kind in _PATTERNS else []

@@ -159,7 +159,7 @@ class HuggingFaceTokenizer(Tokenizer):
     if '"ByteLevel"' in raw.decode("utf-8"):
       added = self._inner.get_added_tokens_decoder()
       pieces: list[bytes | None] = [None] * self.vocab_size
-      decoder = _byte_level_alphabet()
+      decoder = byte_level_alphabet()
       for token, number in vocab.items():
         if number in added:
           pieces[number] = None if added[number].special else added[number].content.encode()
@@ -304,7 +304,7 @@ def _gaps(starts: Sequence[int] | np.ndarray, stop: int) -> np.ndarray:
   return np.diff(np.array([0, *starts[1:], stop], np.int64)) if len(starts) else np.zeros(0, np.int64)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
   """{letter: byte} of GPT-2's byte-level vocabulary: printable bytes are their own letter, others start at 256."""
   plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
   other = [byte for byte in range(256) if byte not in plain]

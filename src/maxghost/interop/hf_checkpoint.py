@@ -101,6 +101,8 @@ def export_model(
     if cfg.data.tokenizer_path:
       folder = Path(cfg.data.tokenizer_path)
       tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
+    elif cfg.data.tokenizer_type == "byte":
+      tokenizer_files.write_bytes(temporary, cfg.data.add_bos, cfg.data.chat_template_path)
     check_written(checkpoint, huggingface.open_folder(temporary), params_only=True, ram_bytes=ram_bytes)
   size = sum(tensor.nbytes for tensor in tensors)
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")

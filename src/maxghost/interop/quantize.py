@@ -129,7 +129,7 @@ def quantize_checkpoint(
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   plan = make_plan(checkpoint, Target.of(cfg.model))
   with written(checkpoint, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:
-    if (data := cfg.data).tokenizer_path:
+    if (data := cfg.data).tokenizer_path or data.tokenizer_type == "byte":
       tokenizer, folder = load_tokenizer(data.tokenizer_type, data.tokenizer_path), temporary / tokenizer_files.FOLDER
       tokenizer_files.save(tokenizer, data.tokenizer_type, folder, data.chat_template_path)
     model_path.keep_huggingface(place, cfg, temporary)
