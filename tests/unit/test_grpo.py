@@ -193,6 +193,8 @@ def test_built_in_rewards():
   assert rewards.python_parses(texts) == [1, 0, 1, 0, 0]
   judged = rewards.judge({"given": lambda **_: np.array([True, False])}, ["a"] * 2, ["b"] * 2, {})
   assert judged["given"].tolist() == [1, 0]
+  popping = {name: lambda year, **_: [year.pop()] for name in ("one", "two")}
+  assert [float(x[0]) for x in rewards.judge(popping, ["a"], ["b"], {"year": [7]}).values()] == [7, 7]
   for value in (10**400, -1e300, float("inf"), "1"):  # such as the distance of a long answer from the gold answer
     with pytest.raises(rewards.RolloutError, match="no finite number and not None; prompt 'a', answer 'b'"):
       rewards.judge({"given": lambda value=value, **_: [value]}, ["a"], ["b"], {})

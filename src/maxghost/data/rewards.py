@@ -8,6 +8,7 @@ P prompts, G answers to each, B = P G rows, F functions.
 """
 
 import ast
+import copy
 import functools
 import importlib
 import math
@@ -93,7 +94,7 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
   found = {}
   for name, function in functions.items():
     try:
-      given = list(function(prompts=list(prompts), completions=list(completions), **columns))
+      given = list(function(prompts=list(prompts), completions=list(completions), **copy.deepcopy(columns)))
     except Exception as error:  # whatever the user's function does
       raise RolloutError(f"reward {name} failed: {_said(error)}; {_shown(prompts, completions, 0)}") from error
     if len(given) != len(completions):
