@@ -113,7 +113,7 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
 def withdraw(existing: Existing) -> None:
   """Removes the directory of a run that was refused before it recorded anything, so that its name is free again."""
   names = {*os.listdir(existing.path)}
-  if names <= {LOCK_FILE, CONFIG_FILE, CHECKPOINTS} and not any((existing.path / CHECKPOINTS).glob("*")):
+  if names <= {LOCK_FILE, CONFIG_FILE, CHECKPOINTS} and not any((existing.path / CHECKPOINTS).glob("[!.]*")):
     shutil.rmtree(existing.path, ignore_errors=True)
 
 
