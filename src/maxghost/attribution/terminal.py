@@ -33,9 +33,12 @@ def show(summary: Summary, console: Console):
       ("with the largest totals", "", part.top),
       ("with the smallest totals", "", part.bottom),
     ):
-      below = [shown for shown in (_text(sentence), values and _documents(values)) if shown]
-      for shown in [_text(f"\nDocuments {title}", style="bold"), *below] if below else ():
-        console.print(shown)
+      if sentence or values:
+        console.print(_text(f"\nDocuments {title}", style="bold"))
+      if sentence:
+        console.print(_text(sentence))
+      if values:
+        console.print(_documents(values))
     if report_text.in_all_known(part.top):
       console.print(_text(report_text.IN_ALL, style="dim"))
   for message in summary.messages:

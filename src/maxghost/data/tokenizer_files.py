@@ -16,7 +16,6 @@ FOLDER, TEMPLATE = "tokenizer", "chat_template.jinja"
 # What transformers saves beside a model for its tokenizer, and the tokens that end a text.
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                      "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, "generation_config.json")  # fmt: skip
-
 _PATTERNS = {tokenizers.HUGGINGFACE: "tokenizer.json", tokenizers.SENTENCEPIECE: "*.model",
              tokenizers.TIKTOKEN: "*.encoding.json"}  # fmt: skip
 
@@ -57,12 +56,10 @@ def write_bytes(folder: Path, add_bos: bool, template: str = "") -> None:
   made.decoder = library.decoders.ByteLevel()
   made.add_special_tokens([*ids])
   if add_bos:
-    begin = [("<|bos|>", own.bos_id)]
-    made.post_processor = library.processors.TemplateProcessing("<|bos|> $A", special_tokens=begin)
+    made.post_processor = library.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", own.bos_id)])
   made.save(str(folder / "tokenizer.json"))
   write_text(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | words))
-  if template:
-    shutil.copyfile(Path(template).expanduser(), folder / TEMPLATE)
+  save(own, tokenizers.BYTE, folder, template)
 
 
 def saved_path(kind: str, folder: Path) -> str | None:

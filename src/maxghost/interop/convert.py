@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   for name, form in (("scan_layers", SCANNED), ("no-scan_layers", UNSCANNED)):
     add(name, f"--layers {form}", dest="layers", action="store_const", const=form)
   add("scan_axis", "dimension of stacked layers; default: recorded, or the layout's", dest="source_scan_axis", type=int)
-  add("target_scan_axis", "the target's; default: the source's (maxghost 0, from it 1)", dest="scan_axis", type=int)
+  add("target_scan_axis", "target's; default: the source's (maxghost 0, from maxghost 1)", dest="scan_axis", type=int)
   add("layer_period", "stack unlike layers in blocks of this many (layers/layers_0, ...)", type=int, default=0)
   about = "more names of layer containers: tower for tower_0, tower_1"
   names: dict[str, Any] = {"type": lambda text: tuple(filter(None, text.split(","))), "default": ()}

@@ -146,4 +146,4 @@ def with_own_tokenizer(cfg: Config, folder: Path) -> Config:
   saved = tokenizer_files.saved_path(cfg.data.tokenizer_type, folder / tokenizer_files.FOLDER)
   template = folder / tokenizer_files.FOLDER / tokenizer_files.TEMPLATE
   own = {"chat_template_path": str(template)} if cfg.data.chat_template_path and template.is_file() else {}
-  return config.replace(cfg, **own, **({"tokenizer_path": saved} if saved else {}))
+  return config.replace(cfg, tokenizer_path=saved or cfg.data.tokenizer_path, **own)
