@@ -413,6 +413,21 @@ def test_the_texts_of_an_answer_are_found_also_if_the_run_keeps_fields_of_its_re
   assert source.find([("a", "a.txt", 0)]) == {("a", "a.txt", 0): "no record"}
 
 
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"ghost_select": "topk"},
+    {"ghost_reweight": (2.0,), "dataset_mixture": ("notes=1",)},
+    {"offload_to_host": ("val_gradient",), "ghost_rank": 4, "ghost_direction": "sgd"},
+  ],
+  ids=lambda keys: next(iter(keys)),
+)
+def test_a_run_with_keys_that_need_scores_can_score_another_corpus(keys):
+  """The configuration beside the answer, written when all is scored, has no scores of its own."""
+  cfg = attribute.as_run(config.replace(CFG, **keys), ["a=/notes/*.txt"], ("a",))
+  assert not cfg.ghost.ghost_enabled and cfg.data.ghost_val_sets == ("a",)
+
+
 def test_an_index_of_other_checkpoints_is_refused(tmp_path):
   about = {"version": index.VERSION, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"], [9, "other"]]}
   (tmp_path / "index.json").write_text(json.dumps(about))
