@@ -404,9 +404,15 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
   assert not any(tmp_path.iterdir())
 
 
-def test_the_texts_of_an_answer_are_found_also_if_the_run_keeps_fields_of_its_records(tmp_path):
+@pytest.mark.parametrize(
+  "keys",
+  [{"document_fields": ("id", "lang")}, {"dataset_type": "hf", "train_split": "all"},
+   {"dataset_type": "tfds", "dataset_path": "/data"}],
+  ids=lambda keys: [*keys][-1],
+)  # fmt: skip
+def test_the_texts_of_an_answer_are_found_whatever_the_run_reads(keys, tmp_path):
   (tmp_path / "a.txt").write_text("no record")
-  cfg = attribute.as_run(config.replace(CFG, document_fields=("id", "lang")), [f"a={tmp_path}/a.txt"], ("a",))
+  cfg = attribute.as_run(config.replace(CFG, **keys), [f"a={tmp_path}/a.txt"], ("a",))
   config.save(cfg, tmp_path / "config.yml")
   source = Source(tmp_path)
   assert source.open(()) == []
