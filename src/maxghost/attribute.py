@@ -211,8 +211,9 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
   files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
   return config.replace(
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
-    dataset_mixture=(), dataset_exclude_file="", dataset_include_file="", document_fields=(),
-    ghost_val_sets=(domains[0],), ghost_val_fraction=0.0, ghost_enabled=False,
+    dataset_path="", train_split="train", dataset_mixture=(), dataset_exclude_file="", dataset_include_file="",
+    document_fields=(), ghost_val_sets=(domains[0],), ghost_val_fraction=0.0, ghost_enabled=False,
+    ghost_select="none", ghost_reweight=(), offload_to_host=(),
   )  # fmt: skip
 
 

@@ -404,13 +404,34 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
   assert not any(tmp_path.iterdir())
 
 
-def test_the_texts_of_an_answer_are_found_also_if_the_run_keeps_fields_of_its_records(tmp_path):
+@pytest.mark.parametrize(
+  "keys",
+  [{"document_fields": ("id", "lang")}, {"dataset_type": "hf", "train_split": "all"},
+   {"dataset_type": "tfds", "dataset_path": "/data"}],
+  ids=lambda keys: [*keys][-1],
+)  # fmt: skip
+def test_the_texts_of_an_answer_are_found_whatever_the_run_reads(keys, tmp_path):
   (tmp_path / "a.txt").write_text("no record")
-  cfg = attribute.as_run(config.replace(CFG, document_fields=("id", "lang")), [f"a={tmp_path}/a.txt"], ("a",))
+  cfg = attribute.as_run(config.replace(CFG, **keys), [f"a={tmp_path}/a.txt"], ("a",))
   config.save(cfg, tmp_path / "config.yml")
   source = Source(tmp_path)
   assert source.open(()) == []
   assert source.find([("a", "a.txt", 0)]) == {("a", "a.txt", 0): "no record"}
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"ghost_select": "topk"},
+    {"ghost_reweight": (2.0,), "dataset_mixture": ("notes=1",)},
+    {"offload_to_host": ("val_gradient",), "ghost_rank": 4, "ghost_direction": "sgd"},
+  ],
+  ids=lambda keys: next(iter(keys)),
+)
+def test_a_run_with_keys_that_need_scores_can_score_another_corpus(keys):
+  """The configuration beside the answer, written when all is scored, has no scores of its own."""
+  cfg = attribute.as_run(config.replace(CFG, **keys), ["a=/notes/*.txt"], ("a",))
+  assert not cfg.ghost.ghost_enabled and cfg.data.ghost_val_sets == ("a",)
 
 
 def test_an_index_of_other_checkpoints_is_refused(tmp_path):

@@ -3,6 +3,8 @@
 d inputs, p outputs, t = 8 inputs of a block, V vocabulary.
 """
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -142,6 +144,15 @@ def test_a_checkpoint_in_few_bits(folder, tmp_path, capsys, quantization):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and quantization in error and "maxghost generate" in error
   assert {path.name for path in tmp_path.iterdir()} == {"few", "unscanned"}
+
+
+def test_a_run_that_began_with_a_full_state_is_quantised(folder, tmp_path):
+  run, few = tmp_path / "run", tmp_path / "few"
+  shutil.copytree(folder / "stacked", run)
+  began = {"load_full_state_path": "earlier", "load_parameters_path": ""}
+  config.save(config.replace(config.load(run / "config.yml"), **began), run / "config.yml")
+  assert checkpoint_tools.main(["quantize", str(run), str(few), "--quantization", "int8w"]) == 0
+  assert load_model.find(few)[1].checkpoint.given == str(few)
 
 
 def sizes_of(cfg) -> list[str]:

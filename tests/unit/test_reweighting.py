@@ -5,13 +5,16 @@ import json
 import time
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from maxghost import config, data
 from maxghost.config import ConfigError
-from maxghost.training import reweighting
+from maxghost.parallel.shardings import Layout
+from maxghost.training import compiled_steps, reweighting
 from maxghost.training.batches import Prefetcher
+from maxghost.training.plan import Plan
 from maxghost.training.reweighting import LAG, Reweighter, reweighted
 
 KEYS = (
@@ -113,6 +116,15 @@ def test_forgetting_the_decisions_would_change_the_rows():
   dataset.train.restore(position[0])
   rest = [next(dataset.train).arrays["inputs"] for _ in range(STEPS - 12)]
   assert any(not np.array_equal(a, b) for a, b in zip(rest, whole[12:], strict=True))
+
+
+@pytest.mark.parametrize("keys", [(), ("ghost_rank=4", "ghost_direction=sgd", "offload_to_host=[val_gradient]")])
+def test_steps_between_scored_ones_leave_out_the_keys_that_need_scores(keys, monkeypatch):
+  monkeypatch.setattr(compiled_steps, "lower", lambda name, *arguments, **options: name)
+  monkeypatch.setattr(compiled_steps, "_compile", lambda name, *arguments: name)
+  cfg = config.load(None, *KEYS, "ghost_every=2", "base_emb_dim=16", "base_num_decoder_layers=2", *keys)
+  program = compiled_steps.build(Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:1])))
+  assert program.executable("plain_step") == "plain_step"
 
 
 def test_rows_left_out_by_selection_earn_nothing():

@@ -425,7 +425,7 @@ def validation_sets(v: Values) -> Iterator[str]:
 def scoring(v: Values) -> Iterator[str]:
   """What the run's schedule lacks (`plugins.SCHEDULE_LACKS`), and scores that several steps share."""
   direction, curvature = plugins.directed(v.ghost_direction, v.ghost_curvature)
-  rule, steps = plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
+  rule, loss, steps = plugins.OPTIMIZERS[v.opt_type], plugins.OBJECTIVES[v.objective], v.gradient_accumulation_steps
   plain = rule.direction == "sgd" and direction in ("auto", *plugins.OF_STEP)
   early = curvature == "hessian" or direction == "sgd" or plain
   key, none = ("ghost_direction", "auto") if v.ghost_direction == "second_order" else ("ghost_curvature", "none")
@@ -440,13 +440,13 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   if curvature == "hessian" and v.quantization in ROUNDED:
     yield f"{v[key]} takes second derivatives, which {v['quantization']} has not; use {key}={none}, or quantization=''"
-  own = plugins.OBJECTIVES[v.objective].validated_by or v.objective
+  own = loss.validated_by or v.objective
   own_losses = any((plugins.without_objective(text)[1] or own) != v.objective for text in v.ghost_val_sets or ("",))
   clips, drops = direction == "marginal" and v.gradient_clipping_threshold > 0, v.ghost_enabled and v.dropout_rate > 0
   asked = {
     "rank": (v.ghost_rank > 0, "ghost_rank", "0"), "early_rank": (v.ghost_rank > 0 and early, "ghost_rank", "0"),
     "sets": (len(v.ghost_val_sets) > 1, "ghost_val_sets", "one set"),
-    "own_losses": (own_losses, "ghost_val_sets", "sets without @objective"),
+    "own_losses": (own_losses and v.ghost_schedule in loss.schedules, "ghost_val_sets", "sets without @objective"),
     "hessian": (curvature == "hessian", key, none), "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
     "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
@@ -462,8 +462,7 @@ def scoring(v: Values) -> Iterator[str]:
     "rounding": (v.ghost_enabled and v.quantization in ROUNDED, "quantization", "''"),
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
-  use = {want: value if " " in value else f"{key}={value}" for want, (_, key, value) in asked.items()}
-  named = {want: (asks, v[key], use[want]) for want, (asks, key, _) in asked.items()}
+  named = {want: (asks, v[key], use if " " in use else f"{key}={use}") for want, (asks, key, use) in asked.items()}
   yield from plugins.scoring_problems(v.ghost_schedule, names, named)
 
 

@@ -123,12 +123,12 @@ def quantize_checkpoint(
   model_path.check_whole(place, f"quantising to {quantization}")
   if cfg.adapter.lora_rank:
     raise LayoutError(f"{source} holds adapters; merge them first: maxghost checkpoint hf export {source} FOLDER")
-  cfg = config.replace(cfg, quantization=quantization, load_parameters_path=str(target), run_name=target.name)
+  given = {"load_parameters_path": str(target), "load_full_state_path": ""}
+  cfg = config.replace(cfg, quantization=quantization, run_name=target.name, **given)
   check_target(open_tree(place.tree), target)
-  raw = quantized(open_tree(place.tree), cfg.model, quantization)
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  plan = make_plan(checkpoint, Target.of(cfg.model))
-  with written(checkpoint, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:
+  made = read_checkpoint(quantized(open_tree(place.tree), cfg.model, quantization), ReadOptions(keep_unknown=True))
+  plan = make_plan(made, Target.of(cfg.model))
+  with written(made, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:
     if (data := cfg.data).tokenizer_path or data.tokenizer_type == "byte":
       tokenizer, folder = load_tokenizer(data.tokenizer_type, data.tokenizer_path), temporary / tokenizer_files.FOLDER
       tokenizer_files.save(tokenizer, data.tokenizer_type, folder, data.chat_template_path)

@@ -105,17 +105,17 @@ def build(plan: Plan) -> Program:
   step, twin = train_step(plan)
   submit("train_step", begin, step, *plan.arguments)
   if cfg.val_sets and cfg.ghost.ghost_every > 1:
-    begin = time.perf_counter()
-    plain, _ = train_step(dataclasses.replace(plan, cfg=replace(cfg, ghost_enabled=False)))
-    submit("plain_step", begin, plain, state, batch, ())
+    on_host = tuple(what for what in cfg.model.offload_to_host if what != "val_gradient")
+    unscored = replace(cfg, ghost_enabled=False, ghost_reweight=(), offload_to_host=on_host)
+    plain, _ = train_step(dataclasses.replace(plan, cfg=unscored))
+    submit("plain_step", time.perf_counter(), plain, state, batch, ())
   if cfg.val_sets:
     closing = step_lib.make_closing(cfg, graphdef)
     submit("closing", time.perf_counter(), apart.closing(closing) if apart else closing, state, val_batches)
   if cfg.run.eval_interval > 0:
     rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout, cfg.evaluated)
     evaluate = step_lib.make_eval_step(cfg, graphdef)
-    evaluate = apart.evaluation(evaluate) if apart else evaluate
-    submit("evaluate", time.perf_counter(), evaluate, state, rows)
+    submit("evaluate", time.perf_counter(), apart.evaluation(evaluate) if apart else evaluate, state, rows)
   for name, (function, arguments, out) in (outer.Outer(apart).programs() if apart else {}).items():
     submit(name, time.perf_counter(), function, *arguments, out_shardings=out)
   pool.shutdown(wait=False)
