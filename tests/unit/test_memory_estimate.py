@@ -157,6 +157,25 @@ def test_the_tables_validation_gradients_are_beside_their_directions(tiles):
   assert row(adam, probes) - row(sgd, probes) == EMBEDDING * (2 + (4 if tiles > 1 else 2))
 
 
+def test_the_cotangent_of_whole_logits_may_wait_for_the_layers():
+  """Where it is larger than the gradient of the output table, which is then formed after the layers'."""
+  whole, tiles = (long(num_vocab_tiling=n, max_target_length=4096, segment_lengths=()) for n in (1, 16))
+  assert whole.moment == tiles.moment == "the backward pass of a layer"
+  assert row(whole, "logits") == 4096 * 32_768 * 2 and row(tiles, "logits") == 0
+  assert row(tiles, "gradients") - row(whole, "gradients") == 2 * EMBEDDING
+  assert row(long(num_vocab_tiling=1, max_target_length=1024), "logits") == 0
+
+
+def test_a_pipeline_has_the_gradients_of_an_iteration_beside_their_sum():
+  keys = {"ghost_enabled": False, "base_num_decoder_layers": 4, "num_pipeline_microbatches": 2}
+  for repeats in (1, 2):
+    cfg = meshes.make_config({"ici_stage_parallelism": 2}, **keys, num_pipeline_repeats=repeats)
+    found = estimate(cfg, meshes.make_layout(cfg, 2))
+    layers = sum(t.bytes for r in found.resident if r.name == "parameters" for t in r.tensors if "/layers/" in t.why)
+    (iteration,) = (t.bytes for r in found.rows for t in r.tensors if "one iteration" in t.why)
+    assert iteration == layers // repeats > 0
+
+
 def test_the_rows_of_experts_are_counted():
   """Each token's hidden state, and a copy for each of its experts."""
   work, keys = "within-segment activations", {"mlp_activations": ("silu",), "max_target_length": 1024}
