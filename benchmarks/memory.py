@@ -254,11 +254,7 @@ def float32_weights(bench: Bench) -> Case:
     "base_num_decoder_layers=8", "max_target_length=2048", "per_device_batch_size=2", "segment_lengths=[]",
     "weight_dtype=float32", "mu_dtype=float32",
   )  # fmt: skip
-  schedules = {
-    "": PLAIN,
-    ", two_pass": ("ghost_schedule=two_pass",),
-    ", reverse_scan": ("ghost_schedule=reverse_scan",),
-  }
+  schedules = {"": PLAIN, ", two_pass": ("ghost_schedule=two_pass",)}
   for table in ("", ", tied table"):
     for name, keys in schedules.items():
       tied = f"logits_via_embedding={bool(table)}".lower()

@@ -143,6 +143,7 @@ def test_a_tpu_has_the_layers_weights_also_in_the_dtype_of_the_products():
   tied = {"logits_via_embedding": True}
   assert row(on_tpu(**tied), copies) == 2 * stacked
   assert row(on_tpu(**tied, **scores), copies) == 2 * (stacked + EMBEDDING)
+  assert row(on_tpu(**tied, **(scores | {"ghost_schedule": "reverse_scan"})), copies) == 2 * EMBEDDING
   for other in ({"dtype": "float32"}, {"weight_dtype": "bfloat16"}, scores | {"ghost_schedule": "reverse_scan"}):
     assert row(on_tpu(**other), copies) == 0
   assert row(long(weight_dtype="float32"), copies) == 0  # only a TPU's compiler makes them

@@ -176,12 +176,11 @@ class Device:
     tables = [v for v in self.params.values() if "vocab" in v.axes and len(v.axes) == 2]
     return sorted(tables, key=lambda v: v.axes[-1] != "vocab")
 
-  @property
-  def narrowed(self) -> int:
-    """Elements of the stacked weights wider than the products, and of a tied table, which scores read by both uses."""
+  def narrowed(self, stacked: bool) -> int:
+    """Elements of the stacked weights wider than the products, if asked for, and of a tied table that is scored."""
     tied = self.tables if self.num_sets and len(self.tables) == 1 else []
     wide = [v for v in self.params.values() if jnp.promote_types(v.dtype, self.cfg.model.dtype) != self.cfg.model.dtype]
-    return sum(v.elements for v in wide if (v.stacked or v in tied) and not v.on_host)
+    return sum(v.elements for v in wide if ((v.stacked and stacked) or v in tied) and not v.on_host)
 
   def resident(self) -> dict[str, list[Tensor]]:
     """{row of the table: arrays} in device memory between steps."""
@@ -293,9 +292,9 @@ class Step:
     also["collectives' buffers"] = [Tensor((n,), dtype, why, count) for n, count, dtype, why in kinds if n]
     update = self._gradients(segments if "weights" in self.model.offload_to_host else [])
     out = {"the update": update | also | self._scores(in_pass=False)}
-    if device.layout.platform == "tpu" and not self.walks_back:  # whose ledger reads the weights themselves
+    if device.layout.platform == "tpu":  # the ledger of reverse_scan reads the stacked weights themselves
       why = "weights in the dtype of the products, copied before the loops over layers"
-      also["weights of the products"] = [Tensor((device.narrowed,), self.compute, why)]
+      also["weights of the products"] = [Tensor((device.narrowed(not self.walks_back),), self.compute, why)]
     if device.num_layers:
       out["the backward pass of a layer"] = self._after_head(segments) | self._in_layers() | also
     if device.tables:
