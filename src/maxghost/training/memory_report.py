@@ -224,6 +224,7 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   for more, also in (("carries", {}), ("val_gradient", {}), ("optimizer", walk), ("weights optimizer", walk)):
     offloads = tuple(dict.fromkeys((*more.split(), *m.offload_to_host)))
     yield {"offload_to_host": offloads, **also}, "traffic to the host in every step"
-  yield {"weight_dtype": "bfloat16"}, "weights in 16 bits, 8 of them significant"
+  if m.weight_dtype == "float32":
+    yield {"weight_dtype": "bfloat16"}, "weights in 16 bits, 8 of them significant"
   yield {"per_device_batch_size": batch // 2}, "half the tokens per step"
   yield {"max_target_length": cfg.data.max_target_length // 2}, "half the context"
