@@ -124,10 +124,10 @@ class Bench:
     inputs = num_bytes(arguments[2], arguments[4]) if cfg.ghost.ghost_enabled else 0  # scores and the given direction
     return _tpu.compile_for(self.device, function, *arguments).beside(plain, inputs)
 
-  def sharded_step(self, *keys: str) -> _tpu.Compiled:
-    """The whole train step of the decoder on four chips."""
+  def planned_step(self, *keys: str, chips: int = 4) -> _tpu.Compiled:
+    """The whole train step of the decoder on several chips, or on one that the estimate knows as a TPU."""
     cfg = configuration.load(str(_measure.BASE), *SHAPE, *DECODER, *keys, *self.overrides)
-    plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-4")))
+    plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(f"{self.name}-{chips}")))
     compiled = aot.compile_step(plan)
     if compiled.executable is None:
       return _tpu.Compiled(error=compiled.problem).beside(plan.memory)
@@ -244,7 +244,22 @@ def axis_rules(bench: Bench) -> Case:
   """Weights split by a user's own rules, 16,384 tokens in a row."""
   case = Case()
   for name, keys in OWN_RULES.items():
-    case.line(f"4 chips, {name}", bench.sharded_step("max_target_length=16384", *keys))
+    case.line(f"4 chips, {name}", bench.planned_step("max_target_length=16384", *keys))
+  return case
+
+
+def float32_weights(bench: Bench) -> Case:
+  """float32 weights and moments, bfloat16 products: the step of 8 layers, 2 rows of 2,048 tokens."""
+  case, shape = Case(), (
+    "base_num_decoder_layers=8", "max_target_length=2048", "per_device_batch_size=2", "segment_lengths=[]",
+    "weight_dtype=float32", "mu_dtype=float32",
+  )  # fmt: skip
+  schedules = {"": PLAIN, ", two_pass": ("ghost_schedule=two_pass",)}
+  for table in ("", ", tied table"):
+    for name, keys in schedules.items():
+      tied = f"logits_via_embedding={bool(table)}".lower()
+      compiled = bench.planned_step(*shape, *keys, tied, "ghost_val_batch_size=1", chips=1)
+      case.line(f"train step, float32 weights{table}{name}", compiled)
   return case
 
 
@@ -317,6 +332,7 @@ ROWS: dict[str, Callable[[Bench], Case]] = {
   "decoder_segments": decoder_segments,
   "axis_rules": axis_rules,
   "head": head,
+  "float32_weights": float32_weights,
   "quantized": quantized,
   "recompute": recompute,
 }

@@ -1,5 +1,6 @@
 """The closed-form memory estimate: against real shapes, its scaling, and the verdict's advice."""
 
+import dataclasses
 import functools
 import math
 import time
@@ -38,11 +39,19 @@ LONG = {  # 48 layers of width 2048 at 65,536 tokens
   "remat_policy": "full",
   "ghost_enabled": False,
 }
+EMBEDDING = 32_768 * 2048
 V5E = int(15.75 * 2**30)
 
 
 def long(**changes):
   return estimate(config.replace(config.load(), **(LONG | changes)))
+
+
+def on_tpu(**changes):
+  """`long` with 2 layers of float32 weights, as if for one TPU chip."""
+  cfg = config.replace(config.load(), **(LONG | {"weight_dtype": "float32", "base_num_decoder_layers": 2} | changes))
+  one = Layout.of(ParallelConfig(), jax.devices()[:1])
+  return estimate(cfg, dataclasses.replace(one, abstract_platform="tpu"))
 
 
 def row(estimated, name: str) -> int:
@@ -115,14 +124,78 @@ def test_streamed_weights_and_moments_live_in_host_memory():
 
 
 def test_segments_at_work_are_beside_the_stack():
-  """Weights cut out of the stack and gradients that go there; with streaming the next segment's weights as well."""
+  """Weights cut out of the stack and gradients that go there; with streaming the next segment's weights as well. The
+  embedding's gradient is formed after those of the layers."""
   plain = long()
   stacked = 2 * sum(size for label, size in sizes(plain).items() if "/layers/" in label)
-  outer = 2 * sum(sizes(plain).values()) - stacked
+  outer = 2 * (sum(sizes(plain).values()) - EMBEDDING) - stacked
   assert row(plain, "gradients") == outer + stacked
   assert row(long(segment_lengths=(6,)), "gradients") == outer + stacked + 2 * stacked // 8
   assert row(long(segment_lengths=(12, 4)), "gradients") == outer + stacked + 2 * stacked // 4 + 2 * stacked // 12
   assert row(long(segment_lengths=(6,), offload_to_host=("weights",)), "gradients") == outer + 3 * stacked // 8
+
+
+def test_a_tpu_has_the_layers_weights_also_in_the_dtype_of_the_products():
+  """In the walk of reverse_scan the ledger reads the weights themselves; a tied table is scored by both of its uses."""
+  copies, scores = "weights of the products", {"ghost_enabled": True, "ghost_schedule": "two_pass"}
+  stacked = sum(size for label, size in sizes(on_tpu()).items() if "/layers/" in label)
+  assert row(on_tpu(), copies) == row(on_tpu(**scores), copies) == 2 * stacked
+  tied = {"logits_via_embedding": True}
+  assert row(on_tpu(**tied), copies) == 2 * stacked
+  assert row(on_tpu(**tied, **scores), copies) == 2 * (stacked + EMBEDDING)
+  assert row(on_tpu(**tied, **(scores | {"ghost_schedule": "reverse_scan"})), copies) == 2 * EMBEDDING
+  for other in ({"dtype": "float32"}, {"weight_dtype": "bfloat16"}, scores | {"ghost_schedule": "reverse_scan"}):
+    assert row(on_tpu(**other), copies) == 0
+  assert row(long(weight_dtype="float32"), copies) == 0  # only a TPU's compiler makes them
+
+
+@pytest.mark.parametrize("tiles", [1, 16])
+def test_the_tables_validation_gradients_are_beside_their_directions(tiles):
+  """In the dtype of the products, and summed over tiles in float32; with sgd gradients are directions."""
+  scored = {"ghost_enabled": True, "ghost_schedule": "two_pass", "num_vocab_tiling": tiles}
+  probes = "ghost directions and probes"
+  adam, sgd = on_tpu(**scored), on_tpu(**scored, ghost_direction="sgd")
+  assert row(adam, probes) - row(sgd, probes) == EMBEDDING * (2 + (4 if tiles > 1 else 2))
+
+
+def test_the_cotangent_of_whole_logits_may_wait_for_the_layers():
+  """Where it is larger than the gradient of the output table, which is then formed after the layers'."""
+  whole, tiles = (long(num_vocab_tiling=n, max_target_length=4096, segment_lengths=()) for n in (1, 16))
+  assert whole.moment == tiles.moment == "the backward pass of a layer"
+  assert row(whole, "logits") == 4096 * 32_768 * 2 and row(tiles, "logits") == 0
+  assert row(tiles, "gradients") - row(whole, "gradients") == 2 * EMBEDDING
+  assert row(long(num_vocab_tiling=1, max_target_length=1024), "logits") == 0
+
+
+def test_a_pipeline_has_the_gradients_of_an_iteration_beside_their_sum():
+  keys = {"ghost_enabled": False, "base_num_decoder_layers": 4, "num_pipeline_microbatches": 2}
+  for repeats in (1, 2):
+    cfg = meshes.make_config({"ici_stage_parallelism": 2}, **keys, num_pipeline_repeats=repeats)
+    found = estimate(cfg, meshes.make_layout(cfg, 2))
+    layers = sum(t.bytes for r in found.resident if r.name == "parameters" for t in r.tensors if "/layers/" in t.why)
+    (iteration,) = (t.bytes for r in found.rows for t in r.tensors if "one iteration" in t.why)
+    assert iteration == layers // repeats > 0
+
+
+def test_the_rows_of_experts_are_counted():
+  """Each token's hidden state, and a copy for each of its experts."""
+  work, keys = "within-segment activations", {"mlp_activations": ("silu",), "max_target_length": 1024}
+  dense, routed_rows = long(**keys, base_mlp_dim=8192), long(**keys, num_experts=4, num_experts_per_tok=2)
+  assert row(routed_rows, work) - row(dense, work) == 2 * 2 * 1024 * 2048 * 2
+
+
+def test_the_layers_of_a_cycle_are_gathered_together():
+  cfg = meshes.make_config({"ici_fsdp_parallelism": 4}, ghost_enabled=False)
+  turns = {"inhomogeneous_layer_cycle_interval": 2, "attention_type": ("local_sliding", "global")}
+  both = config.replace(cfg, sliding_window_size=4, **turns)
+  one, two = (row(estimate(each, meshes.make_layout(each, 4)), "collectives' buffers") for each in (cfg, both))
+  assert two == 2 * one > 0
+
+
+def test_attention_scores_are_in_float32_and_their_cotangents_in_the_dtype_of_the_products():
+  work, keys = "within-segment activations", {"max_target_length": 1024}
+  flash, whole = long(**keys), long(**keys, attention="dot_product")
+  assert row(whole, work) - row(flash, work) == 16 * 1024**2 * (4 + 2)
 
 
 def test_attention_and_feed_forward_layer_are_differentiated_one_after_the_other_where_layers_are_scored():
@@ -231,6 +304,8 @@ def test_weights_are_gathered_over_the_mesh_axes_that_split_the_batch():
     changed = config.replace(cfg, logical_axis_rules=tuple(rules.items()))
     found = row(estimate(changed, meshes.make_layout(changed, 8)), "collectives' buffers")
     assert found == pytest.approx(2 * 4 * elements, rel=0.02)
+    narrow = estimate(config.replace(changed, dtype="bfloat16"), meshes.make_layout(changed, 8))
+    assert row(narrow, "collectives' buffers") == found / 2
 
 
 def test_layers_that_are_not_stacked_are_layers():

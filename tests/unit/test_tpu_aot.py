@@ -232,6 +232,26 @@ def test_the_estimate_of_a_step_of_rounded_products_is_near_the_compilers(quanti
   assert plain.total < given.total and abs(given.total / has - 1) < 0.1
 
 
+@pytest.mark.parametrize("scored", [False, True], ids=["plain", "two_pass"])
+def test_the_estimate_with_float32_weights_is_near_the_compilers(scored):
+  """bfloat16 products: the compiler keeps the weights of the loops, and what the scores read of a tied table, twice."""
+  from maxghost.parallel import topologies
+  from maxghost.training import aot
+  from maxghost.training.memory_report import compiled_sizes
+  from maxghost.training.plan import Plan
+
+  keys = (
+    "base_emb_dim=1024", "base_mlp_dim=4096", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=128",
+    "base_num_decoder_layers=4", "vocab_size=32000", "num_vocab_tiling=8", "max_target_length=1024",
+    "per_device_batch_size=4", "dtype=bfloat16", "weight_dtype=float32", "remat_policy=full",
+    "logits_via_embedding=true", "ghost_schedule=two_pass", f"ghost_enabled={str(scored).lower()}",
+  )  # fmt: skip
+  cfg = config.load("configs/base.yml", *keys)
+  plan = Plan.of(cfg, shardings.Layout.of(cfg.parallel, topologies.open_devices("v5e-1", 1)))
+  has = sum(compiled_sizes(aot.compile_step(plan).executable.memory_analysis()).values())
+  assert abs(plan.memory.total / has - 1) < 0.05
+
+
 def compiled_step_text(compiled_for_tpu, keys) -> str:
   return compiled_step(compiled_for_tpu, keys).as_text()
 

@@ -33,7 +33,6 @@ _OF_THE_STEP = {"attention", "num_vocab_tiling", "remat_policy", "segment_length
                 "per_device_batch_size", "gradient_accumulation_steps", "max_target_length"}  # fmt: skip
 # Numbers of arrays that exist at once while a layer's backward pass runs.
 LIVE_HIDDEN = 2  # of [N, D]: the layer's input and a cotangent
-LIVE_FEED_FORWARD = 1  # of [N, F] beyond the output of each branch, if there are several: their product's cotangent
 LIVE_HEADS = 4  # of [N, H h], and of [N, K h] for keys and values
 LINEAR_FROM = 1024  # positions from which blockwise attention forms no scores of a whole row
 
@@ -172,16 +171,16 @@ class Device:
     return self.cfg.model.base_num_decoder_layers // (stages.num if stages else 1)
 
   @property
-  def copied(self) -> int:
-    """Elements of the weights that XLA copies if each device updates a part, because the new ones are gathered."""
-    updates_parts = self.layout.split_moments and self.layout.rules.sizes.get("data", 1) > 1
-    return sum(v.elements for v in self.params.values() if updates_parts and not (v.frozen or v.on_host))
-
-  @property
-  def output_table(self) -> Held | None:
-    """The weight of the logits: the projection, or else the tied embedding."""
+  def tables(self) -> list[Held]:
+    """The weight of the logits, and the embedding if that is another one."""
     tables = [v for v in self.params.values() if "vocab" in v.axes and len(v.axes) == 2]
-    return max(tables, key=lambda v: v.axes[-1] == "vocab", default=None)
+    return sorted(tables, key=lambda v: v.axes[-1] != "vocab")
+
+  def narrowed(self, stacked: bool) -> int:
+    """Elements of the stacked weights wider than the products, if asked for, and of a tied table that is scored."""
+    tied = self.tables if self.num_sets and len(self.tables) == 1 else []
+    wide = [v for v in self.params.values() if jnp.promote_types(v.dtype, self.cfg.model.dtype) != self.cfg.model.dtype]
+    return sum(v.elements for v in wide if ((v.stacked and stacked) or v in tied) and not v.on_host)
 
   def resident(self) -> dict[str, list[Tensor]]:
     """{row of the table: arrays} in device memory between steps."""
@@ -189,29 +188,32 @@ class Device:
     rows = {kind: [Tensor(v.shape, v.dtype, v.label) for v in held if v.row == kind] for kind in kinds}
     num_rows = devices.rows_per_step(self.cfg, self.layout.num_devices)
     batch = devices.batch_shapes(self.cfg, num_rows, self.layout, apart=True)
-    val_batches = devices.validation_shapes(self.cfg, self.layout)
-    alike = val_batches[:1] if all(one == val_batches[0] for one in val_batches) else val_batches
-    counted = [(1, batch), *((len(val_batches) // len(alike), one) for one in alike)]
-    local = [(x.sharding.shard_shape(x.shape), str(x.dtype), name, n) for n, one in counted for name, x in one.items()]
-    return rows | {"batch and validation rows": [Tensor(*given) for given in local]}
+    named = [item for one in (batch, *devices.validation_shapes(self.cfg, self.layout)) for item in one.items()]
+    local = [Tensor(x.sharding.shard_shape(x.shape), str(x.dtype), name) for name, x in named]
+    return rows | {"batch and validation rows": local}
 
   @property
   def host_bytes(self) -> int:
     """Bytes of the state and of gradients in host memory."""
     held = [v for v in self.variables if v.on_host]
     with_gradient = [v for v in held if v.row == PARAMETERS and not v.frozen]
-    waiting = self.val_gradient.bytes if self.val_gradient_on_host else 0
+    waiting = self.val_gradient.bytes if "val_gradient" in self.cfg.model.offload_to_host else 0
     return waiting + sum(v.elements * jnp.dtype(v.dtype).itemsize for v in [*held, *with_gradient])
-
-  @property
-  def val_gradient_on_host(self) -> bool:
-    return "val_gradient" in self.cfg.model.offload_to_host
 
   @property
   def val_gradient(self) -> Tensor:
     """The whole gradients of all validation sets."""
     whole = sum(self.params[p.label].elements for p in self.scored)
     return Tensor((self.num_sets, whole), self.weight, "validation gradients, the directions of the scores")
+
+  @property
+  def gradients_by_use(self) -> list[Tensor]:
+    """Validation gradients of the tables by their uses, which the ledger reads beside the directions made of them."""
+    model, why = self.cfg.model, "validation gradient of a table, by one of its uses"
+    whole = {p.label for p in self.scored if not p.low_rank and self.cfg.ghost.ghost_direction != "sgd"}
+    summed = model.num_vocab_tiling > 1 and model.vocab_tiling_axis == "tokens"
+    uses = zip((*self.tables[:1], *self.tables[-1:]), ("float32" if summed else model.dtype, model.dtype), strict=False)
+    return [Tensor((self.num_sets, v.elements), dtype, why) for v, dtype in uses if v.label in whole]
 
   @property
   def weight(self) -> str:
@@ -239,7 +241,9 @@ class Step:
     self.streams = "weights" in m.offload_to_host and not device.cfg.adapter.lora_rank  # what is trained
     self.rows = device.rows + (device.val_rows if self.ghost.ghost_schedule == "concat" else 0)
     self.tokens, self.val_tokens = self.rows * device.length, device.val_rows * device.length
-    self.inner_rows, self.num_inputs = self.rows, device.num_layers
+    self.inner_rows, self.num_inputs, self.chunk = self.rows, device.num_layers, 0  # chunk: layers of an iteration
+    # Layers that are differentiated without recomputing their inputs.
+    self.layers_at_once = m.segment_lengths[-1] if m.segment_lengths else m.base_num_decoder_layers
     # Layers on stages take a micro-batch, or all rows of their stage where a direction needs the whole gradient.
     known = self.ghost.ghost_schedule == "two_pass" and not any(p.spec.in_backward for p in device.scored)
     self.whole_stage = device.num_sets > 0 and not known
@@ -248,12 +252,13 @@ class Step:
       own, iterations = device.num_layers // stages.num, stages.num_micro * repeats + stages.num - 1
       self.inner_rows = self.rows * stages.num // (1 if self.whole_stage else stages.num_micro)
       self.num_inputs = own + repeats if self.whole_stage else iterations * own // repeats
+      self.layers_at_once, self.chunk = (1, 0) if self.whole_stage else (self.num_inputs, own // repeats)
     self.inner_tokens = self.inner_rows * device.length
     self.num_heads = device.part(m.base_num_query_heads, "activation_heads")
     self.heads = self.num_heads * m.head_dim
     self.kv = device.part(m.base_num_kv_heads, "activation_kv_heads") * m.head_dim
-    width = m.feed_forward_width * (m.num_experts_per_tok if m.num_experts > 1 else 1)
-    self.feed_forward = device.part(width, "activation_mlp")
+    self.num_chosen = m.num_experts_per_tok if m.num_experts > 1 else 0
+    self.feed_forward = device.part(m.feed_forward_width * max(self.num_chosen, 1), "activation_mlp")
     self.whole_length = device.cfg.data.max_target_length
     in_blocks = m.attention in ("blockwise", "autoselected") and self.whole_length > LINEAR_FROM
     self.ring = device.length < self.whole_length and (in_blocks or m.attention == "blockwise")
@@ -271,54 +276,63 @@ class Step:
   @property
   def walk(self) -> str:
     """One line on the order of schedule reverse_scan; empty for other schedules."""
-    unit = f"by segments of {self._layers_at_once} layers" if self.in_turn else "layer by layer"
+    unit = f"by segments of {self.layers_at_once} layers" if self.in_turn else "layer by layer"
     return f"validation and training rows take turns {unit}" if self.walks_back else ""
 
   def moments(self) -> dict[str, Rows]:
     """{moment of the step: memory at that moment}."""
-    also, segments = self._scores(), self._segments()
-    stacked = [v for v in self.device.params.values() if v.stacked]
-    gathered = sum(v.gathered - v.elements for v in stacked) // self.device.own_layers
-    kinds = ((gathered, 2, "weights of one layer, gathered, and their gradient"),  # before it is scattered
-             (self.device.copied, 1, "weights, copied because the new ones are gathered in their place"))  # fmt: skip
-    also["collectives' buffers"] = [Tensor((n,), self.weight, why, count) for n, count, why in kinds if n]
+    device, also, segments = self.device, self._scores(), self._segments()
+    stacked, cycle = [v for v in device.params.values() if v.stacked], self.model.inhomogeneous_layer_cycle_interval
+    gathered = sum(v.gathered - v.elements for v in stacked) // device.own_layers * cycle
+    updates_parts = device.layout.split_moments and device.layout.rules.sizes.get("data", 1) > 1
+    own = sum(v.elements for v in device.params.values() if updates_parts and not (v.frozen or v.on_host))
+    narrower = min((self.weight, self.compute), key=lambda dtype: jnp.dtype(dtype).itemsize)
+    kinds = ((gathered, 2, narrower, "weights of one layer or cycle, gathered, and their gradient"),
+             (own, 1, self.weight, "weights, copied because the new ones are gathered in their place"))  # fmt: skip
+    also["collectives' buffers"] = [Tensor((n,), dtype, why, count) for n, count, dtype, why in kinds if n]
     update = self._gradients(segments if "weights" in self.model.offload_to_host else [])
     out = {"the update": update | also | self._scores(in_pass=False)}
-    if self.device.num_layers:
-      out["the backward pass of a layer"] = self._gradients(segments) | self._in_layers() | also
-    if (table := self.device.output_table) is not None:
-      out["the backward pass of the head"] = self._in_head(table) | also
+    if device.layout.platform == "tpu":  # the ledger of reverse_scan reads the stacked weights themselves
+      why = "weights in the dtype of the products, copied before the loops over layers"
+      also["weights of the products"] = [Tensor((device.narrowed(not self.walks_back),), self.compute, why)]
+    if device.num_layers:
+      out["the backward pass of a layer"] = self._after_head(segments) | self._in_layers() | also
+    if device.tables:
+      out["the backward pass of the head"] = self._in_head(device.tables[0]) | also
     return out
 
-  def _gradients(self, segments: list[Tensor]) -> Rows:
+  def _gradients(self, segments: list[Tensor], late: int = 0) -> Rows:
+    """late: elements without a gradient yet."""
     accumulates = self.device.cfg.optimizer.gradient_accumulation_steps > 1
     held = self.device.elements(False if self.streams else None)
-    whole = Tensor((held,), "float32" if accumulates else self.weight, "gradient of the step")
-    micro = [Tensor((held,), self.weight, "gradient of one micro-batch")] if accumulates else []
-    return {"gradients": [whole, *micro, *segments]}
+    here = Tensor((held - late,), self.weight, f"gradient of {'one micro-batch' if accumulates else 'the step'}")
+    summed = [Tensor((held,), "float32", "sum of the micro-batches' gradients")] if accumulates else []
+    return {"gradients": [*summed, here, *segments]}
+
+  def _after_head(self, segments: list[Tensor]) -> Rows:
+    """Gradients while layers are differentiated. The embedding's comes last, and XLA may keep the cotangent of whole
+    logits to form the output table's after the layers. Further modules use both tables before."""
+    tables = [v for v in self.device.tables if not (v.frozen or self.model.mtp_num_layers)]
+    late, logits = sum(v.elements for v in tables[1:]), self._logits()
+    if not tables or self.model.num_vocab_tiling > 1 or logits.bytes <= Tensor(tables[0].shape, self.weight, "").bytes:
+      return self._gradients(segments, late)
+    return self._gradients(segments, late + tables[0].elements) | {"logits": [logits]}
 
   def _segments(self) -> list[Tensor]:
-    """Weights and gradients of the current segments, separate arrays in a loop over the layers of a segment."""
+    """Weights and gradients of the current segments or stage, separate arrays in a loop over their layers."""
     layer, lengths = self.device.layer, self.model.segment_lengths
     why = "weights of a segment of {} layers, and their gradient"
-    tensors = [Tensor((2, length * layer), self.weight, why.format(length)) for length in lengths]
+    tensors = [Tensor((2, n * layer), self.weight, why.format(n)) for n in lengths]
     below = [v for v in self.device.params.values() if v.stacked and v.frozen]
     frozen = sum(v.elements * jnp.dtype(v.dtype).itemsize for v in below) // self.model.base_num_decoder_layers
-    if frozen:
-      tensors += [Tensor((n * frozen,), "int8", f"frozen weights of a segment of {n} layers") for n in lengths]
+    tensors += [Tensor((n * frozen,), "int8", f"frozen weights of a segment of {n} layers") for n in lengths]
+    if self.chunk:
+      tensors.append(Tensor((self.chunk * layer,), self.weight, "gradients of one iteration of the pipeline"))
     if "weights" in self.model.offload_to_host:
-      size, dtype = (frozen + layer * jnp.dtype(self.weight).itemsize, "int8") if frozen else (layer, self.weight)
-      tensors.append(Tensor((lengths[0] * size,), dtype, "weights of the next segment, on their way from the host"))
+      why = "weights of the next segment, on their way from the host"
+      kinds = ((layer, self.weight, why), (frozen, "int8", f"frozen {why}"))
+      tensors += [Tensor((lengths[0] * size,), dtype, why) for size, dtype, why in kinds]
     return tensors
-
-  # The backward pass of a layer.
-
-  @property
-  def _layers_at_once(self) -> int:
-    """Number of layers that are differentiated without recomputing their inputs."""
-    if self.device.layout.stages is not None:
-      return 1 if self.whole_stage else self.num_inputs
-    return self.model.segment_lengths[-1] if self.model.segment_lengths else self.model.base_num_decoder_layers
 
   def _layer_runs(self) -> list[tuple[int, str]]:
     """(number of layer inputs kept, why) level by level."""
@@ -330,7 +344,7 @@ class Step:
 
   def _in_layers(self) -> Rows:
     """Boundary carries, and the arrays of the backward pass of one layer or segment."""
-    n, layers = self.inner_tokens, self._layers_at_once
+    n, layers = self.inner_tokens, self.layers_at_once
     *outer, (inner, within) = self._layer_runs()
     widest = max(n, self.device.num_sets * self.val_tokens) if self.in_turn else n
     inputs = [*((count, n, why) for count, why in outer), (inner, widest, within)]
@@ -340,15 +354,11 @@ class Step:
     if self.device.cfg.adapter.lora_weight_qtype in ("int8", "nf4"):
       whole = self.embed * self.device.part(self.model.base_mlp_dim, "activation_mlp")
       kept.append(Tensor((2, whole), self.compute, "matrices of one layer, from their codes"))
-    return {CARRIES: carries, WITHIN: [*kept, *self._working(), *self._rounded()]}
-
-  def _rounded(self) -> list[Tensor]:
-    """The arrays that products of rounded operands add to a layer's."""
-    if self.model.quantization not in ROUNDED:
-      return []
-    widest = Tensor((self.inner_tokens, self.feed_forward), "float32", "sum of a product of codes, before its scales")
-    operands = (self.inner_tokens, self.embed + self.feed_forward)
-    return [widest, Tensor(operands, self.compute, "rounded operands of a weight gradient")]
+    if self.model.quantization in ROUNDED:
+      operands = (n, self.embed + self.feed_forward)
+      kept += [Tensor((n, self.feed_forward), "float32", "sum of a product of codes, before its scales"),
+               Tensor(operands, self.compute, "rounded operands of a weight gradient")]  # fmt: skip
+    return {CARRIES: carries, WITHIN: [*kept, *self._working()]}
 
   def _kept_per_token(self) -> list[tuple[str, int, str]]:
     """(name, width, dtype) of the arrays that the remat policy keeps of every layer."""
@@ -356,8 +366,7 @@ class Step:
     if self.remat_policy == "full":
       return []
     kept = [("attention queries", heads, c), ("attention keys", kv, c), ("attention values", kv, c)]
-    kept += [("attention output projection", d, c)]
-    kept += [(f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations))]
+    kept += [("attention projection", d, c), *((f"mlp wi_{i} output", f, c) for i in range(len(m.mlp_activations)))]
     if self.remat_policy == "minimal":
       return kept
     kept += [("rotated queries and keys", heads + kv, c), ("attention output", heads, c), ("norm inputs", 2 * d, c)]
@@ -372,8 +381,9 @@ class Step:
     differentiated after the feed-forward arrays are freed.
     """
     n, c, branches = self.inner_tokens, self.compute, len(self.model.mlp_activations)
-    hidden = Tensor((n, self.embed), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN)
-    live = branches + (LIVE_FEED_FORWARD if branches > 1 else 0)
+    rows = n * (1 + self.num_chosen)  # and a copy for each expert that a token chooses
+    hidden = Tensor((rows, self.embed), c, "hidden states and their cotangents in one layer", LIVE_HIDDEN)
+    live = branches + (branches > 1)  # the output of each branch, and the cotangent of their product
     feed_forward = Tensor((n, self.feed_forward), c, "mlp activations and their cotangents in one layer", live)
     if not any("heads" in v.axes for v in self.device.params.values()):  # a stack without attention
       return [hidden, feed_forward]
@@ -398,19 +408,16 @@ class Step:
         Tensor((n, 2 * self.kv), "float32", f"their gradients {going}, and the next ones", 2),
       ]
     if not self.linear_attention:
-      scores = (self.inner_rows, self.num_heads, self.device.length, self.whole_length)
-      tensors.append(Tensor(scores, "float32", f"attention scores of one layer (attention={self.model.attention})", 2))
+      scores, why = (self.inner_rows, self.num_heads, self.device.length, self.whole_length), "of one layer"
+      tensors += [Tensor(scores, "float32", f"attention scores {why} (attention={self.model.attention})"),
+                  Tensor(scores, self.compute, f"their cotangent {why}")]  # fmt: skip
     return tensors
-
-  # The backward pass of the output head.
 
   def _in_head(self, table: Held) -> Rows:
     """Carries, logits and the head's gradient."""
     m, d, c, further = self.model, self.embed, self.compute, self.model.mtp_num_layers
     n, modules = self.tokens * (1 + further), f"of the {further} modules of multi-token prediction"
-    vocab, tiles = self.device.part(m.vocab_size, "activation_vocab"), m.num_vocab_tiling
-    carries, why = self._layer_runs()[0]
-    tile = "logits" if tiles == 1 else f"one of {tiles} tiles of the logits"
+    (carries, why), tiles = self._layer_runs()[0], m.num_vocab_tiling
     wide = "float64" if c == "float64" else "float32"
     head = [] if table.frozen else [Tensor(table.shape, table.dtype, "gradient of the output table")]
     hidden = [Tensor((n, d), c, "last hidden states", 2)]
@@ -425,14 +432,16 @@ class Step:
     if further:
       hidden += [Tensor((further, self.tokens, w), t, f"{what} {modules}") for what, w, t in self._kept_per_token()]
       hidden += [Tensor((further, self.tokens, 3 * d), c, f"inputs {modules}"), *self._working()]
-    logits = [Tensor((-(-n // tiles), vocab), c, f"{tile}, or their cotangent (num_vocab_tiling={tiles})")]
     carried = [Tensor((carries, self.inner_tokens, d), c, why)]
-    return {"gradients": head, CARRIES: carried, WITHIN: hidden, "logits": logits}
+    return {"gradients": head, CARRIES: carried, WITHIN: hidden, "logits": [self._logits()]}
 
-  # Scores: validation gradients or their factors, validation rows, scores per token.
+  def _logits(self) -> Tensor:
+    m, n = self.model, self.tokens * (1 + self.model.mtp_num_layers)
+    vocab, tiles = self.device.part(m.vocab_size, "activation_vocab"), m.num_vocab_tiling
+    return Tensor((-(-n // tiles), vocab), m.dtype, f"logits, or their cotangent (num_vocab_tiling={tiles})")
 
   def _scores(self, in_pass: bool = True) -> Rows:
-    """Arrays of the scores. in_pass: during the training pass, not after it."""
+    """Scores per token, validation gradients or factors, validation rows. in_pass: in the training pass, not after."""
     if not self.device.num_sets:
       return {}
     count = sum(math.prod(param.stack_shape) for param in self.device.scored)
@@ -441,11 +450,13 @@ class Step:
     if self.ghost.passes == "reverse_scan":
       tensors += self._walked_back()
     elif self.ghost.passes == "two_pass":  # keeps the gradients for the ledger, even if scores use their factors
-      tensors += [] if in_pass and self.device.val_gradient_on_host else [self.device.val_gradient]
+      away = in_pass and "val_gradient" in self.model.offload_to_host
+      tensors += [] if away else [self.device.val_gradient]
       if self.ghost.curvature != "none":
         tensors.append(dataclasses.replace(self.device.val_gradient, why="validation gradients without curvature"))
       if factors := sum(self.device.factors(p) for p in self.device.scored):
         tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
+      tensors += self.device.gradients_by_use
     return {"ghost directions and probes": tensors}
 
   def _walked_back(self) -> list[Tensor]:
@@ -456,17 +467,16 @@ class Step:
     kept = sum(outer[1:] if on_host else outer) + (0 if self.in_turn else inner)
     # In turn, the training gradients replace the first set's gradients of a segment, and are counted elsewhere.
     gradients = (sets - 1) * inner if self.in_turn else 2 * sets
+    waiting = Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows")
+    if self.in_turn and on_host:  # where the cotangent of the validation rows goes
+      waiting = Tensor((1, self.tokens, embed), c, "cotangent of the training rows in the validation rows' turn")
     why = "validation gradients of layers, until their training rows are done"
-    tensors = [Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"),
+    tensors = [Tensor((sets * device.elements(False),), self.weight, "validation gradients outside the stack"), waiting,
                Tensor((gradients, device.layer), self.weight, why),
                Tensor((sets * kept, self.val_tokens, embed), c, "layer inputs of the validation rows")]  # fmt: skip
     if self.ghost.curvature == "secant":
       held = device.elements(False if self.streams else None)
       tensors.append(Tensor((sets, held), self.weight, "validation gradients for the next step"))
-    waiting = Tensor((sets, self.val_tokens, embed), c, "cotangent of the validation rows")
-    if self.in_turn and on_host:  # where the cotangent of the validation rows goes
-      waiting = Tensor((1, self.tokens, embed), c, "cotangent of the training rows in the validation rows' turn")
-    tensors.append(waiting)
     if not self.model.segment_lengths:
       kept = [(name, (sets * inner, self.val_tokens, width), dtype) for name, width, dtype in self._kept_per_token()]
       tensors += [Tensor(shape, dtype, f"{name} of the validation rows") for name, shape, dtype in kept]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from maxghost.config import Config, ConfigError
 
 SHORT_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int32": "s32"}
-# Multiple of a device's memory. The estimate is within a tenth of the TPU compiler's for dense models, rough on CPU.
+# Multiple of a device's memory. The estimate is within a tenth of the TPU compiler's for most models, rough on CPU.
 CLEARLY_TOO_MUCH = 1.5
 
 
@@ -201,19 +201,15 @@ def remedies(estimate: MemoryEstimate, capacity_bytes: int) -> list[tuple[str, s
 
 
 def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
-  """(keys, their cost) of settings, from those without cost to those that change the run."""
+  """(keys, their cost) of settings, from those without cost to those that change the run; some save nothing."""
   cfg = estimate.cfg
   m, o, g = cfg.model, cfg.optimizer, cfg.ghost
-  if m.attention in ("dot_product", "autoselected"):
-    yield {"attention": "blockwise"}, "about the same speed"
+  yield {"attention": "blockwise"}, "about the same speed"
   if m.num_vocab_tiling < 64:
     yield {"num_vocab_tiling": max(2 * m.num_vocab_tiling, 4)}, "one more product of the head's size"
-  if m.remat_policy in ("auto", "none"):
-    yield {"remat_policy": "minimal"}, "recomputes what is elementwise, and attention"
-  if o.mu_dtype == "float32":
-    yield {"mu_dtype": "bfloat16"}, "first moments in 16 bits, 8 of them significant"
-  if m.remat_policy != "full":
-    yield {"remat_policy": "full"}, "one more forward pass of the layers"
+  yield {"remat_policy": "minimal"}, "recomputes what is elementwise, and attention"
+  yield {"mu_dtype": "bfloat16"}, "first moments in 16 bits, 8 of them significant"
+  yield {"remat_policy": "full"}, "one more forward pass of the layers"
   if m.scan_layers:
     divisors = [k for k in range(2, m.base_num_decoder_layers) if m.base_num_decoder_layers % k == 0]
     best = [(after.total, k) for k in divisors if (after := estimate.change(segment_lengths=(k,)))]
@@ -224,17 +220,11 @@ def _candidates(estimate: MemoryEstimate) -> Iterator[tuple[dict, str]]:
   batch, accumulated = cfg.data.per_device_batch_size, o.gradient_accumulation_steps
   if batch % 2 == 0:
     yield {"per_device_batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulated}, "smaller products"
-  offloads = m.offload_to_host
-  if m.segment_lengths and g.ghost_enabled and g.ghost_schedule == "reverse_scan" and "carries" not in offloads:
-    yield {"offload_to_host": (*offloads, "carries")}, "traffic to the host in every step"
-  if g.ghost_rank and "val_gradient" not in offloads:
-    yield {"offload_to_host": (*offloads, "val_gradient")}, "traffic to the host in every step"
-  if m.scan_layers and m.segment_lengths:
-    host = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
-    for more in (("optimizer",), ("weights", "optimizer")):
-      yield {"offload_to_host": tuple(dict.fromkeys((*more, *offloads))), **host}, "traffic to the host in every step"
+  walk = {"ghost_schedule": "reverse_scan"} if g.ghost_enabled else {}
+  for more, also in (("carries", {}), ("val_gradient", {}), ("optimizer", walk), ("weights optimizer", walk)):
+    offloads = tuple(dict.fromkeys((*more.split(), *m.offload_to_host)))
+    yield {"offload_to_host": offloads, **also}, "traffic to the host in every step"
   if m.weight_dtype == "float32":
     yield {"weight_dtype": "bfloat16"}, "weights in 16 bits, 8 of them significant"
-  if batch > 1:
-    yield {"per_device_batch_size": batch // 2}, "half the tokens per step"
+  yield {"per_device_batch_size": batch // 2}, "half the tokens per step"
   yield {"max_target_length": cfg.data.max_target_length // 2}, "half the context"
