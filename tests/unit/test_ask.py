@@ -155,6 +155,16 @@ def test_tokens_add_up_to_the_query_of_the_whole_answer(dtype, tolerance, tmp_pa
   np.testing.assert_allclose(sketch_AMR.sum(0), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
+def test_no_device_rounds_gradients_on_their_way_into_an_index(tmp_path):
+  cfg = config.replace(CFG, matmul_precision="highest")
+  _, fresh = offline.state.create_split(cfg)
+  layout = Corpus((f"a={write(tmp_path / 'a.txt', TEXTS[0])}",), cfg.data, "--data").layout
+  sketcher, batch = offline.Sketcher(cfg, layout, 1, 16), tiny.make_batch(((20,),), 3, num_positions=24, mask=0.0)
+  scale = jax.eval_shape(sketcher.step, fresh, batch).scale
+  for made, more in ((sketcher.sketch, (scale, batch)), (sketcher.respond, (batch, (batch,)))):
+    assert not tiny.rounded_products(made.func.trace(*made.args, fresh, *more).jaxpr)
+
+
 def write(path, text):
   path.write_text(text)
   return path

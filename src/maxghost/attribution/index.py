@@ -80,17 +80,13 @@ def _parted(sketch_NMR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return norm_NM.astype(np.float32), unit_NMR.astype(np.float32)
 
 
-class Whole:
+class Whole(list[np.ndarray]):
   """As `Shrunk`, of sketches that are kept as they are."""
 
-  def __init__(self):
-    self._parts: list[np.ndarray] = []
-
-  def add(self, sketch_NMR: np.ndarray) -> None:
-    self._parts.append(sketch_NMR)
+  add = list.append
 
   def save(self, folder: Path, step: int) -> list[str]:
-    return [save(folder / files_of(step)[0], np.concatenate(self._parts))]
+    return [save(folder / files_of(step)[0], np.concatenate(self))]
 
 
 class Index:
