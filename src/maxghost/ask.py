@@ -141,7 +141,8 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
     most = sorted(range(len(tokens)), key=lambda i, one=one: -one["token_nats"][i])[:3]
     helped = " ".join(repr(tokens[i]["text"]) for i in most if one["token_nats"][i] > 0)
     excerpt = Text(printable(one["id"])).append(f"\n{snippet(printable(one['text']), _EXCERPT)}", "dim")
-    table.add_row(number(nats, plus=True), error, Text(printable(helped)), f"{len(one['trained'])}×", excerpt)
+    times = f"{len(one['trained'])}×" if found["trained_for"] else "?"
+    table.add_row(number(nats, plus=True), error, Text(printable(helped)), times, excerpt)
   console.print(table)
   of = f"token {args.token}" if args.token else "the answer"
   about = f"{found['unit']}, here of {of}; {found['method']}; ± is the standard error; {found['seconds']:.2f} s"

@@ -106,7 +106,9 @@ def main(argv: list[str] | None = None) -> int:
   heap.call("mallopt", heap.ARENA_MAX, 1)  # as in training, before XLA starts its threads
   if jax.default_backend() == "cpu":
     heap.keep()
-  corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
+  corpus, every = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None, run_cfg.ghost.ghost_every
+  if corpus is not None and every > 1:
+    print(f"maxghost: note: --data run is what the scored steps trained on: ghost_every={every}", file=sys.stderr)
   if corpus is None and args.data:
     corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records)
   if corpus is not None and next(corpus.batches(1), None) is None:

@@ -1,9 +1,11 @@
 """`maxghost ask`: sources of an answer against gradients written out, its index against numpy, and the command."""
 
+import argparse
 import collections
 import json
 import math
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from maxghost import ask, attribute, attribution, cli, config, data, scorelog, t
 from maxghost.attribution import index, offline, words
 from maxghost.attribution import sources as sources_module
 from maxghost.attribution.corpus import Corpus
+from maxghost.attribution.output import console
 from maxghost.attribution.sources import TOKEN_TOP, Sources
 
 TEXTS = ("for i in range(7): print(i)", "It was late in Ulm.", "a" * 40 + " tail", "Ulm lies on the river.", "x")
@@ -323,6 +326,30 @@ def test_what_a_selection_saw_and_left_out_was_not_trained_on(tmp_path):
   corpus = Corpus.of_run(cfg, tmp_path)
   documents = np.concatenate([batch.document_BS.ravel() for batch in corpus.batches(1)])
   assert corpus._trained == {ids[0]} and {*documents[documents >= 0].tolist()} == {0}
+
+
+@pytest.mark.parametrize(
+  ("key", "known", "note"),
+  [
+    ("packing: concat_then_split", False, "is not known: packing=concat_then_split cut them at other places"),
+    ("ghost_every: 3", True, "ghost_every=3: only scored steps are known to have trained on a document"),
+  ],
+)
+def test_what_the_log_does_not_know_is_said(key, known, note, run, tmp_path, capsys, monkeypatch):
+  copied = shutil.copytree(run, tmp_path / "run")
+  saved = (copied / "config.yml").read_text()
+  (copied / "config.yml").write_text(re.sub(f"^{key.split()[0]} .*$", key, saved, flags=re.M))
+  log, notes = sources_module._log_of(copied)
+  assert (log is not None) == known and note in notes[0]
+  one = {"token_nats": [1.0], "nats": 1.0, "standard_error": 0.1, "trained": [], "id": "d", "text": "t"}
+  found = {"tokens": [{"text": "a"}], "documents": [one], "trained_for": "held" if known else None}
+  with console() as shown:
+    said = {"unit": "", "method": "", "seconds": 1.0}
+    ask._show(argparse.Namespace(question="q", token=None, top=1), found | said, shown)
+  assert (" 0× " in capsys.readouterr().out) == known
+  monkeypatch.setattr(attribute, "_index", lambda *_: 0)
+  assert cli.main(["attribute", str(copied), "--data", "run", "--index", str(tmp_path / "new")]) == 0
+  assert ("--data run is what the scored steps trained on: ghost_every=3" in capsys.readouterr().err) == known
 
 
 @pytest.mark.parametrize(

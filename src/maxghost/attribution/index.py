@@ -111,8 +111,7 @@ class Index:
   def check(self, step: int, digest: str) -> None:
     """Raises ConfigError for the digest of other weights than the index was made from."""
     if digest != self._digests[step]:
-      said = f"step {step} had other weights; give --data to write the index again"
-      raise ConfigError(f"--index {self.folder}: {said}")
+      raise ConfigError(f"--index {self.folder}: step {step} had other weights; give --data to write the index again")
 
   def hybrid(self, score_N: np.ndarray, text: str) -> np.ndarray:
     """f32[N]: the scores fused with those of the words of the query's text."""

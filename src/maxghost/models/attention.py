@@ -42,11 +42,10 @@ class Shape:
 
   def mask(self, positions_T, positions_S, segment_ids_BT=None, segment_ids_BS=None):
     """True where a query may see a key: bool [B or 1, T, S]."""
-    distance_TS = positions_T[:, None] - positions_S[None, :]
-    mask = distance_TS >= 0
+    distance_1TS = positions_T[None, :, None] - positions_S[None, None]
+    mask = distance_1TS >= 0
     if self.window is not None:
-      mask = mask & (distance_TS < self.window)
-    mask = mask[None]
+      mask = mask & (distance_1TS < self.window)
     if segment_ids_BT is None or segment_ids_BS is None:
       return mask
     return mask & (segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :])

@@ -54,7 +54,6 @@ def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float 
 
 
 def _greedy(value_B, has_tokens_B, k: int, pair_BB):
-  pair_BB = jnp.asarray(pair_BB)
   gain = value_B - 0.5 * jnp.diagonal(pair_BB)
 
   def add(_, carry):
@@ -135,16 +134,16 @@ class Selector(Scorer):
     """
     (graphdef, params, rest), rule, state = problem.model, self.rule, problem.state
     assert state is not None
-    views, val_batches = problem.parameters, problem.val_batches
     scalars, labelled = rule.scalars(state.count, state.clip_factor), by_label(grads)
+    views = problem.parameters
     responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
     weightings = {name: response.weighting() for name, response in responses.items()}
     scale = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
     moved = passes.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
-      model, pairs = nnx.merge(graphdef, p, rest), zip(problem.val_losses, val_batches, strict=True)
-      return sum(passes.mean_loss(*loss(model, rows)) for loss, rows in pairs) / len(val_batches)
+      model, pairs = nnx.merge(graphdef, p, rest), zip(problem.val_losses, problem.val_batches, strict=True)
+      return sum(passes.mean_loss(*loss(model, rows)) for loss, rows in pairs) / len(problem.val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
     along, size = (jnp.asarray(optax.tree_utils.tree_vdot(moved, x)) for x in (curved, moved))
