@@ -14,6 +14,7 @@ from typing import Any
 from maxghost import attribute, config, generate, import_module
 from maxghost.attribution.index import CONTRIBUTION, open_index
 from maxghost.attribution.output import console
+from maxghost.attribution.texts import print_notes, snippet
 from maxghost.config import Config, ConfigError
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
@@ -64,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
   if args.json:
     print(json.dumps(found, ensure_ascii=False, indent=1))
     return 0
-  for note in found["notes"]:
-    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+  print_notes(found["notes"])
   with console() as shown:
     _show(args, found, shown)
   return 0
@@ -125,7 +125,6 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
 
   from maxghost.attribution.numbers import number
   from maxghost.attribution.terminal import make_table
-  from maxghost.attribution.texts import snippet
 
   tokens, documents = found["tokens"], found["documents"][: args.top]
   if args.token:

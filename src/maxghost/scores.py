@@ -14,7 +14,7 @@ import numpy as np
 from maxghost import attribution
 from maxghost.attribution import output, query
 from maxghost.attribution.output import write_output
-from maxghost.attribution.texts import Source
+from maxghost.attribution.texts import Source, print_notes
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     top = bottom = SHOWN
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
-  _note(answer.notes)
+  print_notes(answer.notes)
   if by == "id" and (args.drop_below is not None or args.keep) and "" in answer.columns["id"]:
     raise ConfigError("--by id: some records have no id; use --by document, or leave them out: --where 'id~?*'")
   if args.drop_below is not None:
@@ -141,11 +141,6 @@ def main(argv: list[str] | None = None) -> int:
     text = as_text[args.format](answer)
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
   return 0
-
-
-def _note(notes: list[str]) -> None:
-  for note in notes:
-    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
 
 
 def _token_share(answer: attribution.Answer, chosen) -> float:
@@ -188,7 +183,7 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
     notes.append(f"{unscored:,} of {total:,} documents to train on were not scored, and are not kept")
   if more:
     notes.append(f"{more:,} more have the score of the last one kept, {bound:.4g}; the first by id are kept")
-  _note(notes)
+  print_notes(notes)
   if args.output is None:
     sys.stdout.write(lines)
     return 0

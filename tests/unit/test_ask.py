@@ -22,6 +22,7 @@ from maxghost.attribution import sources as sources_module
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.output import console
 from maxghost.attribution.sources import TOKEN_TOP, Sources
+from maxghost.attribution.texts import Source
 
 TEXTS = ("for i in range(7): print(i)", "It was late in Ulm.", "a" * 40 + " tail", "Ulm lies on the river.", "x")
 PROMPT, ANSWER = "Where is Ulm? ", "on the river"
@@ -328,6 +329,21 @@ def test_what_a_selection_saw_and_left_out_was_not_trained_on(tmp_path):
   assert corpus._trained == {ids[0]} and {*documents[documents >= 0].tolist()} == {0}
 
 
+def test_an_index_of_texts_that_changed_since_the_training_says_so(run, tmp_path, capsys, monkeypatch):
+  copied = shutil.copytree(run, tmp_path / "run")
+  config_of = [copied / "config.yml", copied / "index" / "config.yml"]
+  (tmp_path / "notes.jsonl").write_text((run.parent / "notes.jsonl").read_text().replace("Ulm", "ULM"))
+  for path in config_of:
+    path.write_text(path.read_text().replace(f"{run.parent}/notes", f"{tmp_path}/notes"))
+  monkeypatch.setattr(attribute, "_index", lambda *_: 0)
+  assert cli.main(["attribute", str(copied), "--data", "run", "--index", str(tmp_path / "new")]) == 0
+  assert "has changed since the run" in capsys.readouterr().err
+  _, then, _ = sources_module._log_of(copied, copied / "index")
+  source = Source(copied / "index")
+  source.open(())
+  assert source.open(then) and not source.open((source._dataset.fingerprint,))
+
+
 @pytest.mark.parametrize(
   ("key", "known", "note"),
   [
@@ -335,21 +351,19 @@ def test_what_a_selection_saw_and_left_out_was_not_trained_on(tmp_path):
     ("ghost_every: 3", True, "ghost_every=3: only scored steps are known to have trained on a document"),
   ],
 )
-def test_what_the_log_does_not_know_is_said(key, known, note, run, tmp_path, capsys, monkeypatch):
+def test_what_the_log_does_not_know_is_said(key, known, note, run, tmp_path, capsys):
   copied = shutil.copytree(run, tmp_path / "run")
   saved = (copied / "config.yml").read_text()
   (copied / "config.yml").write_text(re.sub(f"^{key.split()[0]} .*$", key, saved, flags=re.M))
-  log, notes = sources_module._log_of(copied)
+  log, then, notes = sources_module._log_of(copied, copied / "index")
   assert (log is not None) == known and note in notes[0]
+  assert bool(then) == known, "the documents of the index are the run's"
   one = {"token_nats": [1.0], "nats": 1.0, "standard_error": 0.1, "trained": [], "id": "d", "text": "t"}
   found = {"tokens": [{"text": "a"}], "documents": [one], "trained_for": "held" if known else None}
   with console() as shown:
     said = {"unit": "", "method": "", "seconds": 1.0}
     ask._show(argparse.Namespace(question="q", token=None, top=1), found | said, shown)
   assert (" 0× " in capsys.readouterr().out) == known
-  monkeypatch.setattr(attribute, "_index", lambda *_: 0)
-  assert cli.main(["attribute", str(copied), "--data", "run", "--index", str(tmp_path / "new")]) == 0
-  assert ("--data run is what the scored steps trained on: ghost_every=3" in capsys.readouterr().err) == known
 
 
 @pytest.mark.parametrize(

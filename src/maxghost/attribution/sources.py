@@ -55,8 +55,8 @@ class Sources:
     self._compiled: dict[int, Callable] = {}  # by the length of the row
     heap.call("malloc_trim", 0)
     self._texts, self._ends = Source(index_dir), np.load(index_dir / ENDS)
-    self._log, notes = _log_of(run_dir)
-    self.notes = self._texts.open((about["fingerprint"],)) + notes
+    self._log, then, notes = _log_of(run_dir, index_dir)
+    self.notes = self._texts.open((about["fingerprint"], *then)) + notes
 
   def warm_up(self, length: int = 256) -> None:
     """Compiles what a question with up to `length` tokens, its answer included, needs."""
@@ -151,16 +151,17 @@ class Sources:
     return [sorted(found[key], key=lambda one: one["step"]) for key in keys]
 
 
-def _log_of(run_dir: Path) -> tuple[attribution.ScoreLog | None, list[str]]:
-  """(the log of the steps that trained on documents, or None; notes on what it does not know)."""
+def _log_of(run_dir: Path, index_dir: Path) -> tuple[attribution.ScoreLog | None, tuple[str, ...], list[str]]:
+  """(the log of what was trained on, or None; the fingerprints of the index's documents then, if known; notes)."""
   try:
-    log, run = attribution.load(run_dir), config.load(run_dir / "config.yml")
+    log, run, own = attribution.load(run_dir), *(config.load(path / "config.yml") for path in (run_dir, index_dir))
     if run.data.packing == CONCAT:
       raise ConfigError(f"packing={CONCAT} cut them at other places than the index")
   except ConfigError as error:
-    return None, [f"when documents were trained on is not known: {error}"]
+    return None, (), [f"when documents were trained on is not known: {error}"]
   said = f"ghost_every={run.ghost.ghost_every}: only scored steps are known to have trained on a document"
-  return log, [said] if run.ghost.ghost_every > 1 else []
+  then = log.said_of("fingerprint") if own.data == run.data else ()
+  return log, then, [said] if run.ghost.ghost_every > 1 else []
 
 
 def _best(score_N: np.ndarray, num: int) -> list[int]:

@@ -98,7 +98,7 @@ def _forward(shape, interpret, q, k, v, segments, sinks_BTH):
 def _backward(shape, interpret, residuals, g):
   q, k, v, segments, sinks_BTH, out, log_sum_BHT = residuals
   _, pull = jax.vjp(lambda q, k, v: _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0]), q, k, v)
-  _, d_sinks_BHT = attention_blockwise.cotangent_rows(out, g, log_sum_BHT, sinks_BTH.swapaxes(1, 2))
+  d_sinks_BHT: Any = attention_blockwise.cotangent_rows(out, g, log_sum_BHT, sinks_BTH.swapaxes(1, 2))[1]
   d_segments = None if segments is None else autodiff.no_cotangent(segments)
   return *pull(g), d_segments, d_sinks_BHT.swapaxes(1, 2)
 

@@ -132,11 +132,10 @@ class Selector(Scorer):
     are estimated from R rank-one directions, with the elementwise P factored into rows and columns (Shazeer and Stern,
     arXiv:1804.04235).
     """
-    (graphdef, params, rest), rule, state = problem.model, self.rule, problem.state
+    (graphdef, params, rest), state, views = problem.model, problem.state, problem.parameters
     assert state is not None
-    scalars, labelled = rule.scalars(state.count, state.clip_factor), by_label(grads)
-    views = problem.parameters
-    responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
+    scalars, labelled = self.rule.scalars(state.count, state.clip_factor), by_label(grads)
+    responses = {name: self.rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
     weightings = {name: response.weighting() for name, response in responses.items()}
     scale = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
     moved = passes.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
