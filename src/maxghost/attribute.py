@@ -113,13 +113,12 @@ def main(argv: list[str] | None = None) -> int:
   print_notes(corpus.notes if corpus else ())
   if corpus is not None and next(corpus.batches(1), None) is None:
     raise ConfigError(f"--data {' '.join(args.data)}: these documents hold no text to score")
-  asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
+  asked: Any = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
-  if asked:
-    for name in asked.source.domains:
-      queries[name], total = asked.sample(name, args.query_rows)
-      if total > args.query_rows:
-        print_notes([f"query '{name}' has {total} rows, the first {args.query_rows} are used"])
+  for name in asked.source.domains if asked else ():
+    queries[name], total = asked.sample(name, args.query_rows)
+    if total > args.query_rows:
+      print_notes([f"query '{name}' has {total} rows, the first {args.query_rows} are used"])
   if args.index:
     return _index(args, cfg, paths, corpus, asked, queries, step_rows, run_cfg)
   return _exact(args, cfg, paths, corpus, queries, step_rows, run_cfg)

@@ -68,8 +68,9 @@ class Source:
 
 def changed(then: tuple[str, ...], now: str) -> list[str]:
   """A sentence if documents have another fingerprint now."""
-  said = f"(fingerprint {', '.join(then)} then, {now} now): texts may differ from those that were scored"
-  return [f"the source of the documents has changed since the run {said}"] if {*then} - {now} else []
+  others = sorted({*then} - {now})
+  said = f"(fingerprint {', '.join(others)} then, {now} now): texts may differ from those that were scored"
+  return [f"the source of the documents has changed since the run {said}"] if others else []
 
 
 def print_notes(notes: Iterable[str]) -> None:
