@@ -14,6 +14,7 @@ from typing import Any
 from maxghost import attribute, config, generate, import_module
 from maxghost.attribution.index import CONTRIBUTION, open_index
 from maxghost.attribution.output import console
+from maxghost.attribution.texts import print_notes, snippet
 from maxghost.config import Config, ConfigError
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
@@ -64,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
   if args.json:
     print(json.dumps(found, ensure_ascii=False, indent=1))
     return 0
-  for note in found["notes"]:
-    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
+  print_notes(found["notes"])
   with console() as shown:
     _show(args, found, shown)
   return 0
@@ -125,7 +125,6 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
 
   from maxghost.attribution.numbers import number
   from maxghost.attribution.terminal import make_table
-  from maxghost.attribution.texts import snippet
 
   tokens, documents = found["tokens"], found["documents"][: args.top]
   if args.token:
@@ -141,7 +140,8 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
     most = sorted(range(len(tokens)), key=lambda i, one=one: -one["token_nats"][i])[:3]
     helped = " ".join(repr(tokens[i]["text"]) for i in most if one["token_nats"][i] > 0)
     excerpt = Text(printable(one["id"])).append(f"\n{snippet(printable(one['text']), _EXCERPT)}", "dim")
-    table.add_row(number(nats, plus=True), error, Text(printable(helped)), f"{len(one['trained'])}×", excerpt)
+    times = f"{len(one['trained'])}×" if found["trained_for"] else "?"
+    table.add_row(number(nats, plus=True), error, Text(printable(helped)), times, excerpt)
   console.print(table)
   of = f"token {args.token}" if args.token else "the answer"
   about = f"{found['unit']}, here of {of}; {found['method']}; ± is the standard error; {found['seconds']:.2f} s"

@@ -14,6 +14,7 @@ from typing import Any
 
 from maxghost import config
 from maxghost.attribution.index import CONTRIBUTION, LESS, ORDERS, open_index
+from maxghost.attribution.texts import print_notes
 from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import read_json
 from maxghost.config import Config, ConfigError, plugins
@@ -109,15 +110,15 @@ def main(argv: list[str] | None = None) -> int:
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
   if corpus is None and args.data:
     corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records)
+  print_notes(corpus.notes if corpus else ())
   if corpus is not None and next(corpus.batches(1), None) is None:
     raise ConfigError(f"--data {' '.join(args.data)}: these documents hold no text to score")
-  asked = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
+  asked: Any = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
   queries = {}
-  if asked:
-    for name in asked.source.domains:
-      queries[name], total = asked.sample(name, args.query_rows)
-      if total > args.query_rows:
-        print(f"maxghost: note: query '{name}' has {total} rows, the first {args.query_rows} are used", file=sys.stderr)
+  for name in asked.source.domains if asked else ():
+    queries[name], total = asked.sample(name, args.query_rows)
+    if total > args.query_rows:
+      print_notes([f"query '{name}' has {total} rows, the first {args.query_rows} are used"])
   if args.index:
     return _index(args, cfg, paths, corpus, asked, queries, step_rows, run_cfg)
   return _exact(args, cfg, paths, corpus, queries, step_rows, run_cfg)

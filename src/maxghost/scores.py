@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import attribution
+from maxghost.attribution import output, query
+from maxghost.attribution.output import write_output
+from maxghost.attribution.texts import Source, print_notes
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
@@ -95,8 +98,6 @@ def _check_together(parser: Parser, args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
   args = parse(argv)
-  from maxghost.attribution import output, query
-
   if args.compact:
     from maxghost.scorelog.compact import compact
 
@@ -121,32 +122,25 @@ def main(argv: list[str] | None = None) -> int:
     top = bottom = SHOWN
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
-  _note(answer.notes)
+  print_notes(answer.notes)
   if by == "id" and (args.drop_below is not None or args.keep) and "" in answer.columns["id"]:
     raise ConfigError("--by id: some records have no id; use --by document, or leave them out: --where 'id~?*'")
   if args.drop_below is not None:
     return _drop(args, answer, by)
   if args.keep:
     return _keep(args, log, answer, by)
+  as_text = {"table": output.as_table, "json": functools.partial(output.as_json, by=args.by), "csv": output.as_csv}
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
-    return 0
-  if args.format == "table" and args.output is None:
+  elif args.output is not None:
+    write_output(args.output, as_text[args.format](answer))
+  elif args.format == "table":
     with output.console() as console:
       output.show(answer, console)
-    return 0
-  as_text = {"table": output.as_table, "json": functools.partial(output.as_json, by=args.by), "csv": output.as_csv}
-  text = as_text[args.format](answer)
-  if args.output is None:  # what a file or another program gets stays exact
+  else:  # what another program gets stays exact
+    text = as_text[args.format](answer)
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-  else:
-    output.write_output(args.output, text)
   return 0
-
-
-def _note(notes: list[str]) -> None:
-  for note in notes:
-    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
 
 
 def _token_share(answer: attribution.Answer, chosen) -> float:
@@ -162,8 +156,6 @@ def _ids(answer: attribution.Answer, names: tuple[str, ...], chosen) -> str:
 
 def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
   """Writes the ids of the documents below the bound for `dataset_exclude_file`."""
-  from maxghost.attribution.output import write_output
-
   if not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
   dropped = values < args.drop_below
@@ -181,9 +173,6 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
 
 def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attribution.Answer, by: str) -> int:
   """Writes the ids of the best documents for `dataset_include_file`; ties and unscored documents go to stderr."""
-  from maxghost.attribution.output import write_output
-  from maxghost.attribution.texts import Source
-
   if not len(answer) or not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--keep {args.keep}: no document was scored, or --sort {args.sort} is no number")
   count = math.ceil(len(answer) * args.percent / 100)
@@ -194,7 +183,7 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
     notes.append(f"{unscored:,} of {total:,} documents to train on were not scored, and are not kept")
   if more:
     notes.append(f"{more:,} more have the score of the last one kept, {bound:.4g}; the first by id are kept")
-  _note(notes)
+  print_notes(notes)
   if args.output is None:
     sys.stdout.write(lines)
     return 0

@@ -1,9 +1,11 @@
 """`maxghost ask`: sources of an answer against gradients written out, its index against numpy, and the command."""
 
+import argparse
 import collections
 import json
 import math
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from maxghost import ask, attribute, attribution, cli, config, data, scorelog, t
 from maxghost.attribution import index, offline, words
 from maxghost.attribution import sources as sources_module
 from maxghost.attribution.corpus import Corpus
+from maxghost.attribution.output import console
 from maxghost.attribution.sources import TOKEN_TOP, Sources
+from maxghost.attribution.texts import Source
 
 TEXTS = ("for i in range(7): print(i)", "It was late in Ulm.", "a" * 40 + " tail", "Ulm lies on the river.", "x")
 PROMPT, ANSWER = "Where is Ulm? ", "on the river"
@@ -153,6 +157,16 @@ def test_tokens_add_up_to_the_query_of_the_whole_answer(dtype, tolerance, tmp_pa
     expected = 3 * float(factor) * np.asarray(whole_MR)
   assert sketch_AMR.dtype == dtype and not sketch_AMR[-1].any()
   np.testing.assert_allclose(sketch_AMR.sum(0), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+def test_no_device_rounds_gradients_on_their_way_into_an_index(tmp_path):
+  cfg = config.replace(CFG, matmul_precision="highest")
+  _, fresh = offline.state.create_split(cfg)
+  layout = Corpus((f"a={write(tmp_path / 'a.txt', TEXTS[0])}",), cfg.data, "--data").layout
+  sketcher, batch = offline.Sketcher(cfg, layout, 1, 16), tiny.make_batch(((20,),), 3, num_positions=24, mask=0.0)
+  scale = jax.eval_shape(sketcher.step, fresh, batch).scale
+  for made, more in ((sketcher.sketch, (scale, batch)), (sketcher.respond, (batch, (batch,)))):
+    assert not tiny.rounded_products(made.func.trace(*made.args, fresh, *more).jaxpr)
 
 
 def write(path, text):
@@ -313,6 +327,43 @@ def test_what_a_selection_saw_and_left_out_was_not_trained_on(tmp_path):
   corpus = Corpus.of_run(cfg, tmp_path)
   documents = np.concatenate([batch.document_BS.ravel() for batch in corpus.batches(1)])
   assert corpus._trained == {ids[0]} and {*documents[documents >= 0].tolist()} == {0}
+
+
+def test_an_index_of_texts_that_changed_since_the_training_says_so(run, tmp_path, capsys, monkeypatch):
+  copied = shutil.copytree(run, tmp_path / "run")
+  config_of = [copied / "config.yml", copied / "index" / "config.yml"]
+  (tmp_path / "notes.jsonl").write_text((run.parent / "notes.jsonl").read_text().replace("Ulm", "ULM"))
+  for path in config_of:
+    path.write_text(path.read_text().replace(f"{run.parent}/notes", f"{tmp_path}/notes"))
+  monkeypatch.setattr(attribute, "_index", lambda *_: 0)
+  assert cli.main(["attribute", str(copied), "--data", "run", "--index", str(tmp_path / "new")]) == 0
+  assert "has changed since the run" in capsys.readouterr().err
+  _, then, _ = sources_module._log_of(copied, copied / "index")
+  source = Source(copied / "index")
+  source.open(())
+  assert source.open(then) and not source.open((source._dataset.fingerprint,))
+
+
+@pytest.mark.parametrize(
+  ("key", "known", "note"),
+  [
+    ("packing: concat_then_split", False, "is not known: packing=concat_then_split cut them at other places"),
+    ("ghost_every: 3", True, "ghost_every=3: only scored steps are known to have trained on a document"),
+  ],
+)
+def test_what_the_log_does_not_know_is_said(key, known, note, run, tmp_path, capsys):
+  copied = shutil.copytree(run, tmp_path / "run")
+  saved = (copied / "config.yml").read_text()
+  (copied / "config.yml").write_text(re.sub(f"^{key.split()[0]} .*$", key, saved, flags=re.M))
+  log, then, notes = sources_module._log_of(copied, copied / "index")
+  assert (log is not None) == known and note in notes[0]
+  assert bool(then) == known, "the documents of the index are the run's"
+  one = {"token_nats": [1.0], "nats": 1.0, "standard_error": 0.1, "trained": [], "id": "d", "text": "t"}
+  found = {"tokens": [{"text": "a"}], "documents": [one], "trained_for": "held" if known else None}
+  with console() as shown:
+    said = {"unit": "", "method": "", "seconds": 1.0}
+    ask._show(argparse.Namespace(question="q", token=None, top=1), found | said, shown)
+  assert (" 0× " in capsys.readouterr().out) == known
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,14 @@ def test_blockwise_holds_nothing_of_the_size_of_all_scores():
   assert largest("blockwise") == 4 * attention_blockwise.BLOCK**2  # whatever the length
 
 
+@pytest.mark.parametrize("kernel", ["blockwise", "online"])
+def test_every_product_has_the_precision_asked_for(kernel, monkeypatch):
+  (q, k, v), _ = arrays()
+  attend = call(kernel, monkeypatch)
+  total = lambda *x: attend(*x, precision="highest").sum()  # noqa: E731
+  assert not tiny.rounded_products(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(q, k, v))
+
+
 def test_blockwise_skips_the_blocks_that_a_window_hides(monkeypatch):
   """Values far outside the window may be anything, infinities included: they are never read."""
   online(monkeypatch)

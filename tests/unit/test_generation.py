@@ -1,6 +1,7 @@
 """Generation: the cache gives the logits of the whole text, sampling cuts where it should, rows do not disturb each
 other."""
 
+import functools
 import itertools
 
 import hf_models
@@ -170,6 +171,8 @@ def test_one_token_against_plain_attention(window, with_sinks):
         weights = softmax(scores if sinks is None else np.append(scores, sinks[head]))[: len(scores)]
         np.testing.assert_allclose(out[row, 0, head], weights @ values, atol=1e-6)
     kept = kv_cache.append(kept, cache.entries, counts_B)
+  precise = functools.partial(kv_cache.Continuation(kept, counts_B).attend, precision="highest")
+  assert not tiny.rounded_products(jax.make_jaxpr(precise)(q[:, :1], k[:, :1], v[:, :1]))
 
 
 def test_cut_keeps_the_likeliest():

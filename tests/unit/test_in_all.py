@@ -148,7 +148,7 @@ def test_a_log_without_it_is_read_as_before(tmp_path, capsys):
   run_dir = write_log(tmp_path, [({"learning_rate": 0.25}, [("a", "x", 0, 0, 10, 0.5)])])
   log = attribution.load(run_dir)
   assert not log.knows_in_all and "in_all" not in ask(log, Query(by="document")).columns
-  assert "in_all" not in log._whole()
+  assert "in_all" not in log.for_others()
   with pytest.raises(config.ConfigError, match="unknown score column 'in_all'"):
     log["in_all"]
   assert report.main([str(run_dir)]) == 0

@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -53,7 +54,9 @@ def test_greats_takes_one_of_two_copies_and_equals_exhaustive_greedy():
   values = VALUES.copy()
   values[5] = values[2] - 0.01
   pair = sketch @ sketch.T
-  got = np.flatnonzero(selection.choose("greats", values, FULL, 2, jax.random.key(0), pair_BB=pair)).tolist()
+  got = np.flatnonzero(
+    selection.choose("greats", values, FULL, 2, jax.random.key(0), pair_BB=jnp.asarray(pair))
+  ).tolist()
   taken = []
   for _ in range(2):
     rest = [i for i in range(7) if FULL[i] and i not in taken]

@@ -300,19 +300,28 @@ def test_the_prediction_is_the_drop_of_the_loss_where_the_rate_is_tiny(three):
     assert now["predicted"][0] == pytest.approx(drop, rel=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{"ghost_detail": "token"}, {"ghost_select": "topk"}], ids=lambda x: next(iter(x)))
-def test_no_device_rounds_scores_before_it_sums_them(changes):
-  """A TPU multiplies float32 in bfloat16, a GPU in TF32, where a product does not say otherwise."""
-  run = Run(base_num_decoder_layers=2, ghost_direction="marginal", num_sets=2, **changes)
+EXACT = {"matmul_precision": "highest", "logits_via_embedding": True, "use_qk_clip": True}
+EXACT |= {"num_experts": 3, "num_experts_per_tok": 2, "mlp_bias": True}
+PRODUCTS = {
+  "token": {"ghost_detail": "token", "ghost_direction": "marginal", "dtype": "bfloat16"},
+  "greats": {"ghost_select": "greats", "dtype": "bfloat16"},
+  "model": EXACT,
+}
+LATER = {
+  "factors": {"ghost_rank": 3, "logits_via_embedding": True, "dtype": "bfloat16"},
+  "model_factors": EXACT | {"ghost_rank": 3, "num_vocab_tiling": 2},
+  "all_experts": EXACT | {"sparse_matmul": False},
+}
+PRODUCTS |= {name: pytest.param(changes, marks=pytest.mark.slow) for name, changes in LATER.items()}
+
+
+@pytest.mark.parametrize("changes", PRODUCTS.values(), ids=PRODUCTS)
+def test_no_device_rounds_the_operands_of_a_product_unasked(changes):
+  """It is for the model, by its keys: not for products of gradients and scores, which are float32 if the model computes
+  in bfloat16."""
+  run = Run(base_num_decoder_layers=1, num_sets=2, **changes)
   jaxpr = jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION, OTHER_VALIDATION))
-  sums = [
-    equation.params["precision"]
-    for equation in tiny.equations(jaxpr)
-    if equation.primitive.name == "dot_general"
-    and any(v.aval.shape[1:] == (tiny.POSITIONS, tiny.SEGMENTS) for v in equation.invars)
-  ]
-  assert len(sums) > 10
-  assert {str(one) for precision in sums for one in precision or (None,)} == {"HIGHEST"}
+  assert not tiny.rounded_products(jaxpr)
 
 
 def dense(rngs):

@@ -229,6 +229,14 @@ def equations(jaxpr):
         yield from equations(inner)
 
 
+def rounded_products(jaxpr) -> list[str]:
+  """The float32 products of a jaxpr whose operands a device may round: a TPU to bfloat16, a GPU to TF32."""
+  products = [e for e in equations(jaxpr) if "precision" in e.params and len(e.invars) > 1]
+  wide = [e for e in products if all(v.aval.dtype == "float32" for v in e.invars[:2])]
+  assert len(wide) > 1, "nothing is checked"
+  return [str(e) for e in wide if {str(p) for p in e.params["precision"] or (None,)} != {"HIGHEST"}]
+
+
 def num_carried(scan) -> int:
   """How many outputs of a scan's equation are its carry: those that are not stacked over the steps."""
   body = scan.params["jaxpr"].jaxpr

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from maxghost import scorelog
+from maxghost.attribution.texts import changed
 from maxghost.config import Config, ConfigError, DataConfig
 from maxghost.data import packing
 from maxghost.data.build import kept, load_dataset, max_segments, units_of
@@ -30,7 +31,7 @@ class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
   data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
-  Raises ConfigError for patterns and files that cannot be read.
+  notes: for the reader. Raises ConfigError for patterns and files that cannot be read.
   """
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
@@ -42,13 +43,14 @@ class Corpus:
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
     self._units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
     self.fingerprint, self._trained, self._chunks = self.source.fingerprint, None, None  # all documents
+    self.notes: list[str] = []
 
   @classmethod
   def of_run(cls, cfg: Config, run_dir: Path) -> "Corpus":
     """What a run has trained on, by its score log: rows with a chunk of it, or where rows are cut from a stream
     (concat_then_split) its documents. Raises ConfigError where there is none."""
-    trained = set()
-    for shard, rows in scorelog.load(run_dir).blocks():
+    log, trained = scorelog.load(run_dir), set()
+    for shard, rows in log.blocks():
       domain, path = shard.texts("domain"), shard.texts("path")
       keys = np.unique(rows[rows["share"] > 0][["domain", "path", "offset", "chunk"]]).tolist()  # not only seen
       trained |= {(str(domain[d]), str(path[p]), offset, chunk) for d, p, offset, chunk in keys}
@@ -59,7 +61,7 @@ class Corpus:
     self._chunks = trained if dataset.layout.strategy == packing.FIRST_FIT else None
     self.source, self.tokenizer, self._units = dataset.source, dataset.tokenizer, dataset.parts[0]
     self.layout = dataclasses.replace(dataset.layout, strategy=packing.FIRST_FIT)
-    self.fingerprint = dataset.fingerprint
+    self.fingerprint, self.notes = dataset.fingerprint, changed(log.said_of("fingerprint"), dataset.fingerprint)
     return self
 
   def document_id(self, index: int) -> DocumentId:

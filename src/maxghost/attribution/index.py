@@ -80,17 +80,13 @@ def _parted(sketch_NMR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return norm_NM.astype(np.float32), unit_NMR.astype(np.float32)
 
 
-class Whole:
+class Whole(list[np.ndarray]):
   """As `Shrunk`, of sketches that are kept as they are."""
 
-  def __init__(self):
-    self._parts: list[np.ndarray] = []
-
-  def add(self, sketch_NMR: np.ndarray) -> None:
-    self._parts.append(sketch_NMR)
+  add = list.append
 
   def save(self, folder: Path, step: int) -> list[str]:
-    return [save(folder / files_of(step)[0], np.concatenate(self._parts))]
+    return [save(folder / files_of(step)[0], np.concatenate(self))]
 
 
 class Index:
@@ -115,8 +111,7 @@ class Index:
   def check(self, step: int, digest: str) -> None:
     """Raises ConfigError for the digest of other weights than the index was made from."""
     if digest != self._digests[step]:
-      said = f"step {step} had other weights; give --data to write the index again"
-      raise ConfigError(f"--index {self.folder}: {said}")
+      raise ConfigError(f"--index {self.folder}: step {step} had other weights; give --data to write the index again")
 
   def hybrid(self, score_N: np.ndarray, text: str) -> np.ndarray:
     """f32[N]: the scores fused with those of the words of the query's text."""

@@ -32,7 +32,7 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import LanguageModelLoss, create
 from maxghost.scorelog import Writer
-from maxghost.training import devices, state
+from maxghost.training import devices, scoring, state
 from maxghost.training.score_recorder import scored_rows
 from maxghost.training.step import make_train_step
 
@@ -275,7 +275,7 @@ class Sketcher:
       used_BTS, target_BTS = (x[..., None] == number_BTS for x in (used_BT, target_BT))
       _, params, rest = nnx.split(trained, nnx.Param, ...)
       sketch_MRBT = sketch_pass(twin, params, rest, objective, batch, key, num_directions, scale, side)
-      sketch_BSMR = jnp.einsum("mrbt,bts->bsmr", sketch_MRBT, used_BTS.astype(sketch_MRBT.dtype))
+      sketch_BSMR = scoring.products("mrbt,bts->bsmr", sketch_MRBT, used_BTS.astype(sketch_MRBT.dtype))
       return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
     key = jax.random.key(_SEED)  # an argument: XLA would compute what depends on a constant one while it compiles

@@ -12,7 +12,7 @@ from maxghost.attribution import aggregate, statistics
 from maxghost.attribution.texts import Source
 from maxghost.attribution.where import Where, refuse_unknown
 from maxghost.config import ConfigError
-from maxghost.scorelog.format import TABLE, for_others, frame
+from maxghost.scorelog.format import TABLE, Frame, for_others
 from maxghost.scorelog.reader import ScoreLog
 
 BY = ("domain", "document", "source", "step", "layer", "module")
@@ -41,7 +41,7 @@ class Query:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Frame):
   """The result of a query.
 
   columns: name -> values of the shown groups, keys first. num_groups: found. num_top: number of best groups among the
@@ -66,14 +66,6 @@ class Answer:
     rows = ["  ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
     about = f"{len(self)} of {self.num_groups} groups; {self.units['contribution']}, for {self.val_set}"
     return "\n".join([*rows, about])
-
-  def to_pandas(self) -> Any:
-    """A pandas.DataFrame of the shown groups."""
-    return frame("pandas", self.for_others())
-
-  def to_polars(self) -> Any:
-    """A polars.DataFrame of the shown groups."""
-    return frame("polars", self.for_others())
 
   def for_others(self) -> dict[str, Any]:
     """The columns, texts as valid UTF-8."""

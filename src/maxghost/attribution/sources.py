@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxghost import attribution
+from maxghost import attribution, config
 from maxghost.attribution.index import ENDS, KEYS, Index, open_index, standard_error
 from maxghost.attribution.offline import UNIT, Point, Sketcher, step_of
 from maxghost.attribution.texts import Source
 from maxghost.config import Config, ConfigError
-from maxghost.data.packing import Layout
+from maxghost.data.packing import CONCAT, Layout
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.objectives.base import BATCH_ARRAYS
 from maxghost.parallel import heap
@@ -45,7 +45,7 @@ class Sources:
     ranked = "ranked by similar gradients and shared words, of a token by gradients alone"
     self.cfg, self.method = cfg, f"{ranked}; nats along direction {about['direction']}, {about['directions']} sketches"
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
-    self.index, self.notes, self._log = Index(index_dir, about), [], None
+    self.index = Index(index_dir, about)
     self._sketcher = Sketcher(cfg, Layout(data.max_target_length, 1), 1, about["directions"])
     self._held, step_batch = [], step_of(index_dir)
     for point in points:
@@ -55,11 +55,8 @@ class Sources:
     self._compiled: dict[int, Callable] = {}  # by the length of the row
     heap.call("malloc_trim", 0)
     self._texts, self._ends = Source(index_dir), np.load(index_dir / ENDS)
-    self.notes += self._texts.open((about["fingerprint"],))
-    try:
-      self._log = attribution.load(run_dir)
-    except ConfigError as error:
-      self.notes.append(f"when documents were trained on is not known: {error}")
+    self._log, then, notes = _log_of(run_dir, index_dir)
+    self.notes = self._texts.open((about["fingerprint"], *then)) + notes
 
   def warm_up(self, length: int = 256) -> None:
     """Compiles what a question with up to `length` tokens, its answer included, needs."""
@@ -152,6 +149,19 @@ class Sources:
           values = int(row["step"]), int(row["epoch"]), float(row["contribution"][0])
           found[key].append(dict(zip(("step", "epoch", "contribution"), values, strict=True)))
     return [sorted(found[key], key=lambda one: one["step"]) for key in keys]
+
+
+def _log_of(run_dir: Path, index_dir: Path) -> tuple[attribution.ScoreLog | None, tuple[str, ...], list[str]]:
+  """(the log of what was trained on, or None; the fingerprints of the index's documents then, if known; notes)."""
+  try:
+    log, run, own = attribution.load(run_dir), *(config.load(path / "config.yml") for path in (run_dir, index_dir))
+    if run.data.packing == CONCAT:
+      raise ConfigError(f"packing={CONCAT} cut them at other places than the index")
+  except ConfigError as error:
+    return None, (), [f"when documents were trained on is not known: {error}"]
+  said = f"ghost_every={run.ghost.ghost_every}: only scored steps are known to have trained on a document"
+  then = log.said_of("fingerprint") if own.data == run.data else ()
+  return log, then, [said] if run.ghost.ghost_every > 1 else []
 
 
 def _best(score_N: np.ndarray, num: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxghost import config
+from maxghost.config.values import printable
 
 DocumentKey = tuple[str, str, int]
 SHOWN_CHARS = 1200
@@ -40,11 +42,7 @@ class Source:
         return [f"the texts of the documents cannot be shown: {error}"]
       self.documents, self._dataset = dataset.source, dataset
       self._shown = data.readable if cfg.records == "conversations" else bytes
-    now = self._dataset.fingerprint
-    if all(then == now for then in fingerprints):
-      return []
-    changed = f"(fingerprint {', '.join(fingerprints)} then, {now} now): texts may differ from those that were scored"
-    return [f"the source of the documents has changed since the run {changed}"]
+    return changed(fingerprints, self._dataset.fingerprint)
 
   def num_trained(self) -> int:
     """Number of documents that are neither held out nor left out; 0 where the source cannot be read."""
@@ -66,6 +64,18 @@ class Source:
     found = find_documents(self.documents, wanted)
     texts = zip(found, read_or_skip(self.documents.texts, np.array([*found.values()], np.int64)), strict=True)
     return {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
+
+
+def changed(then: tuple[str, ...], now: str) -> list[str]:
+  """A sentence if documents have another fingerprint now."""
+  others = sorted({*then} - {now})
+  said = f"(fingerprint {', '.join(others)} then, {now} now): texts may differ from those that were scored"
+  return [f"the source of the documents has changed since the run {said}"] if others else []
+
+
+def print_notes(notes: Iterable[str]) -> None:
+  for note in notes:
+    print(printable(f"maxghost: note: {note}"), file=sys.stderr)
 
 
 def snippet(text: str, num_chars: int) -> str:

@@ -106,7 +106,7 @@ class EmbedRule(Rule):
       return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0), b) for u_VD in direction.full])
     # <b, Q[id] R> = <b Rᵀ, Q[id]> for every set: left [K, V, r], right [K, r, D]
     wide = jnp.promote_types(b.dtype, jnp.float32)
-    b_Kr = dense.contract(b, jnp.moveaxis(direction.right.astype(b.dtype), 2, 0), 1, out_dtype=wide)
+    b_Kr = dense.contract(b, jnp.moveaxis(direction.right.astype(b.dtype), 2, 0), 1, "highest", wide)
     return _reduce_sets(call, jnp.take(jnp.moveaxis(direction.left, 0, 1), x, axis=0).astype(wide), b_Kr)
 
 

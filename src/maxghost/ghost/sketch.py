@@ -79,9 +79,7 @@ def sketch_pass(
   return jnp.moveaxis(_for_each(one, key, num_directions, side), 0, 1)
 
 
-def sketch_gradient(
-  twin: Twin, gradient: dict, key, num_directions: int, scale: dict | None = None, side: int = 1
-):  # fmt: skip
+def sketch_gradient(twin: Twin, gradient: dict, key, num_directions: int, scale: dict | None = None, side: int = 1):
   """Sketch f32[M, R] of one gradient {label: array}, of a batch that is one query, in the blocks of `sketch_pass`."""
 
   def one(*keys):
@@ -97,7 +95,8 @@ def _along(param, parts, gradient):
   if param.low_rank:
     left, right = parts
     left_LI, right_LO = (x.squeeze(axis) for x in (left.squeeze(-1), right.squeeze(-2)))
-    rows_LO = jnp.einsum("...io,...i->...o", param.parameter.matrices(gradient, axis), left_LI)
+    matrices = param.parameter.matrices(gradient, axis)
+    rows_LO = jnp.einsum("...io,...i->...o", matrices, left_LI, precision="highest")
     product = (rows_LO * right_LO).sum(-1)
   else:
     product = parts[0].squeeze(axis) * gradient

@@ -12,8 +12,9 @@ from flax import nnx
 
 from maxghost.config import ConfigError, ModelConfig
 from maxghost.models import attention_blockwise, attention_flash, attention_ring, autodiff
-from maxghost.models.layers import HIDDEN, KEYS, QUERIES, RING_KEYS, linear, norm
+from maxghost.models.layers import HIDDEN, KEYS, QUERIES, RING_KEYS, linear, norm, precision
 from maxghost.models.rotary import Rotary
+from maxghost.models.rounding import plain
 from maxghost.parallel import shardings
 
 KERNELS = ("autoselected", "dot_product", "blockwise", "flash")
@@ -23,26 +24,28 @@ _BLOCKS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The static settings of an attention: scale of the scores, window, soft cap; see `attend`."""
+  """The static settings of an attention: scale of the scores, window, soft cap, precision; see `attend`."""
 
   scale: float
   window: int | None = None
   soft_cap: float | None = None
+  precision: str | None = None
+
+  def product(self, axes: str, x, y, dtype=None):
+    return jnp.einsum(axes, x, y, precision=self.precision, preferred_element_type=dtype)
 
   def scores(self, q_BKGTh, k_BKSh):
     """Scaled and capped scores [B, K, G, T, S] in float32 or wider."""
     wide = jnp.promote_types(q_BKGTh.dtype, jnp.float32)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTh, k_BKSh, preferred_element_type=wide)
-    scores = scores * jnp.asarray(self.scale, wide)
+    scores = self.product("bkgth,bksh->bkgts", q_BKGTh, k_BKSh, wide) * jnp.asarray(self.scale, wide)
     return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
   def mask(self, positions_T, positions_S, segment_ids_BT=None, segment_ids_BS=None):
     """True where a query may see a key: bool [B or 1, T, S]."""
-    distance_TS = positions_T[:, None] - positions_S[None, :]
-    mask = distance_TS >= 0
+    distance_1TS = positions_T[None, :, None] - positions_S[None, None]
+    mask = distance_1TS >= 0
     if self.window is not None:
-      mask = mask & (distance_TS < self.window)
-    mask = mask[None]
+      mask = mask & (distance_1TS < self.window)
     if segment_ids_BT is None or segment_ids_BS is None:
       return mask
     return mask & (segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :])
@@ -50,7 +53,7 @@ class Shape:
 
 def attend(
   q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str, window: int | None = None, sinks_H=None,
-  soft_cap: float | None = None, scale: float | None = None,
+  soft_cap: float | None = None, scale: float | None = None, precision: str | None = None,
 ):  # fmt: skip
   """Softmax attention of each position over itself and the earlier positions of its own document; S = T.
 
@@ -63,6 +66,7 @@ def attend(
     window: a position sees itself and the window - 1 positions before it.
     sinks_H: a logit per head that enters the softmax without a value: [H], or [B, T, H] for a gradient per position.
     soft_cap: a score s becomes soft_cap * tanh(s / soft_cap). scale: of the scores, by default (width of q) ** -0.5.
+    precision: of the products, except in kernel flash.
 
   Returns: [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider.
   Raises: ConfigError for an unknown kernel, or for what the kernel does not support.
@@ -70,7 +74,7 @@ def attend(
   _check(q_BTHh, k_BSKh, v_BSKh, window, soft_cap)
   num_positions = q_BTHh.shape[1]
   kernel = resolve_kernel(kernel, num_positions)
-  shape = Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else float(scale), window, soft_cap)
+  shape = Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else float(scale), window, soft_cap, precision)
   if kernel == "flash" and not autodiff.in_forward_mode():
     return attention_flash.attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT, sinks_H, shape, shardings.platform())
   if in_ring(kernel, num_positions):
@@ -118,7 +122,7 @@ def resolve_kernel(kernel: str, num_positions: int) -> str:
   return "dot_product"  # keys of short rows are gathered: a ring would send many small messages
 
 
-def largest_logits(q_BTHh, k_BSKh, segment_ids_BT=None, window: int | None = None):
+def largest_logits(q_BTHh, k_BSKh, segment_ids_BT=None, window: int | None = None, precision: str | None = None):
   """The largest scaled score of each row and query head over what `attend` may see, without gradient: [B, H].
 
   Computed beside the kernels, some of which never hold scores. Positions of segment 0 are padding and do not count; a
@@ -126,7 +130,7 @@ def largest_logits(q_BTHh, k_BSKh, segment_ids_BT=None, window: int | None = Non
   """
   q_BKGTh = jax.lax.stop_gradient(group_heads(q_BTHh, k_BSKh.shape[2]))
   k_BKSh = jax.lax.stop_gradient(k_BSKh.swapaxes(1, 2))
-  shape, num_positions = Shape(q_BTHh.shape[-1] ** -0.5, window), q_BTHh.shape[1]
+  shape, num_positions = Shape(q_BTHh.shape[-1] ** -0.5, window, precision=precision), q_BTHh.shape[1]
   positions_S = jnp.arange(num_positions)
 
   def of(q_BKGTh, positions_T, own_BT):
@@ -201,7 +205,7 @@ def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape: Sh
   else:
     log_sum = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks_BKGT[..., start:end])
     weights = jnp.exp(scores - log_sum[..., None])
-  return jnp.einsum("bkgts,bksh->bkgth", weights.astype(q_BKGTh.dtype), v_BKSh[:, :, first:end])
+  return shape.product("bkgts,bksh->bkgth", weights.astype(q_BKGTh.dtype), v_BKSh[:, :, first:end])
 
 
 class SelfAttention(nnx.Module):
@@ -222,13 +226,14 @@ class SelfAttention(nnx.Module):
       self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(cfg.weight_dtype)), axes=("q_heads",), matrix=())
     self.rotary = Rotary(cfg)
     self.kernel, self.window, self.soft_cap = cfg.attention, window, cfg.attn_logits_soft_cap or None
+    self.precision = plain(precision(cfg))
 
   def __call__(self, x_BTD, positions_BT, segment_ids_BT, peaks_BLH=None, cache=None):
     """(output, peaks_BLH with this layer's, see `Hidden`). cache: of earlier positions, from `serving.kv_cache`."""
     q_BTHh, k_BTKh, v_BTKh = self.project(x_BTD, positions_BT)
     more = {} if cache is None else {"cache": cache}
     if peaks_BLH is not None and cache is None:
-      peaks_BH = largest_logits(q_BTHh, k_BTKh, segment_ids_BT, self.window)
+      peaks_BH = largest_logits(q_BTHh, k_BTKh, segment_ids_BT, self.window, self.precision)
       peaks_BLH = jnp.concatenate([peaks_BLH[:, 1:], peaks_BH[:, None]], axis=1)
     return shardings.constrain(self.out(self.attend(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, **more)), HIDDEN), peaks_BLH
 
@@ -245,7 +250,7 @@ class SelfAttention(nnx.Module):
   @property
   def options(self) -> dict:
     """The arguments of `attend` that depend on the layer alone."""
-    return {"kernel": self.kernel, "window": self.window, "soft_cap": self.soft_cap}
+    return {"kernel": self.kernel, "window": self.window, "soft_cap": self.soft_cap, "precision": self.precision}
 
   def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, cache=None):
     """Output of the heads, [B, T, H, h]; the only method that uses `sinks`."""

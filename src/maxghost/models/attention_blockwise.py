@@ -73,7 +73,7 @@ def over_keys(shape, block: int, q, k, v, segments: tuple, at: tuple, start: Cal
       weights = jnp.where(mask, jnp.exp(scores - new_highest[..., None]), 0)
       keep = jnp.exp(highest - new_highest)
       weights_v = weights.astype(v.dtype), _cut(v, j, block, 2)
-      product = jnp.einsum("bkgts,bksh->bkgth", *weights_v, preferred_element_type=wide)
+      product = shape.product("bkgts,bksh->bkgth", *weights_v, wide)
       return new_highest, total * keep + weights.sum(-1), out * keep[..., None] + product
 
     first, last = 0, jnp.clip(i + offset // block, -1, num_keys - 1)
@@ -131,14 +131,14 @@ def back_over_queries(shape, block: int, of_queries: tuple, k, v, segments: tupl
       q_i, g_i = _cut(q, i, block, 3), _cut(g, i, block, 3)
       scores, mask = shape.scores(q_i, k_j), _mask(shape, block, segments, at, i, j)
       weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores, 0) - _cut(log_sum, i, block, 3)[..., None]), 0)
-      dv_j += jnp.einsum("bkgts,bkgth->bksh", weights.astype(g.dtype), g_i, preferred_element_type=wide)
-      d_weights = jnp.einsum("bkgth,bksh->bkgts", g_i, v_j, preferred_element_type=wide)
+      dv_j += shape.product("bkgts,bkgth->bksh", weights.astype(g.dtype), g_i, wide)
+      d_weights = shape.product("bkgth,bksh->bkgts", g_i, v_j, wide)
       d_scores = weights * (d_weights - _cut(row, i, block, 3)[..., None])
       if shape.soft_cap is not None:
         d_scores = d_scores * (1 - jnp.square(scores / shape.soft_cap))
       d_scores = (d_scores * jnp.asarray(shape.scale, wide)).astype(q.dtype)
-      dk_j += jnp.einsum("bkgts,bkgth->bksh", d_scores, q_i, preferred_element_type=wide)
-      dq_i = jnp.einsum("bkgts,bksh->bkgth", d_scores, k_j, preferred_element_type=wide)
+      dk_j += shape.product("bkgts,bkgth->bksh", d_scores, q_i, wide)
+      dq_i = shape.product("bkgts,bksh->bkgth", d_scores, k_j, wide)
       dq = lax.dynamic_update_slice_in_dim(dq, _cut(dq, i, block, 3) + dq_i, i * block, 3)
       return dq, dk_j, dv_j
 
@@ -154,7 +154,7 @@ def back_over_queries(shape, block: int, of_queries: tuple, k, v, segments: tupl
 
 def cotangent_rows(out, g, log_sum, sinks):
   """(<g, out> of each query, which the softmax's derivative subtracts from every score of its row; d_sinks or None)."""
-  row = jnp.einsum("bkgth,bkgth->bkgt", g, out, preferred_element_type=log_sum.dtype)
+  row = jnp.einsum("...h,...h->...", g, out, precision="highest", preferred_element_type=log_sum.dtype)
   return row, None if sinks is None else (-jnp.exp(sinks.astype(row.dtype) - log_sum) * row).astype(sinks.dtype)
 
 

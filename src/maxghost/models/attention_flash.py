@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.config.values import ConfigError
-from maxghost.models import autodiff
+from maxghost.models import attention_blockwise, autodiff
 from maxghost.models.layers import KEYS, QUERIES
 from maxghost.parallel import shardings
 
@@ -98,10 +98,9 @@ def _forward(shape, interpret, q, k, v, segments, sinks_BTH):
 def _backward(shape, interpret, residuals, g):
   q, k, v, segments, sinks_BTH, out, log_sum_BHT = residuals
   _, pull = jax.vjp(lambda q, k, v: _splash(shape, interpret, q, k, v, segments, sinks_BTH[0, 0]), q, k, v)
-  row_BHT = jnp.einsum("bhtw,bhtw->bht", g, out, preferred_element_type=log_sum_BHT.dtype)
-  d_sinks_BHT = -jnp.exp(sinks_BTH.transpose(0, 2, 1) - log_sum_BHT) * row_BHT
+  d_sinks_BHT: Any = attention_blockwise.cotangent_rows(out, g, log_sum_BHT, sinks_BTH.swapaxes(1, 2))[1]
   d_segments = None if segments is None else autodiff.no_cotangent(segments)
-  return *pull(g), d_segments, d_sinks_BHT.transpose(0, 2, 1).astype(sinks_BTH.dtype)
+  return *pull(g), d_segments, d_sinks_BHT.swapaxes(1, 2)
 
 
 _splash_with_sinks = autodiff.with_backward(_forward, _backward, nondiff_argnums=(0, 1))

@@ -97,7 +97,7 @@ def _take_backward(num_chosen: int, place_R, g_R):
 def _of_expert_backward(kept, g_R):
   b_E, expert_R = kept
   one_hot_RE = jax.nn.one_hot(expert_R, b_E.shape[0], dtype=g_R.dtype)
-  return jnp.einsum("re,ro->eo", one_hot_RE, g_R).astype(b_E.dtype), no_cotangent(expert_R)
+  return jnp.einsum("re,ro->eo", one_hot_RE, g_R, precision="highest").astype(b_E.dtype), no_cotangent(expert_R)
 
 
 _take = with_backward(lambda k, x_N, order_R, place_R: (x_N[order_R // k], place_R), _take_backward, (0,))
@@ -289,7 +289,8 @@ class RoutedMoe(nnx.Module):
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
     y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))
     y_NkD = _permute(y_RD, rows.place_R, rows.order_R).reshape(-1, self.num_chosen, y_RD.shape[-1])
-    y_ND = jnp.einsum("nkd,nk->nd", y_NkD, weight_BTk.reshape(-1, self.num_chosen).astype(y_NkD.dtype))
+    weight_Nk = weight_BTk.reshape(-1, self.num_chosen).astype(y_NkD.dtype)
+    y_ND = jnp.einsum("nkd,nk->nd", y_NkD, weight_Nk, precision=plain(self.precision))
     return y_ND.reshape(x_BTD.shape)
 
   def branch_rows(self, params: dict, x_RD, rows: Rows) -> list:
@@ -332,4 +333,4 @@ class RoutedMoe(nnx.Module):
     weight_BTE = (jax.nn.one_hot(index_BTk, self.num_experts, dtype=weight_BTk.dtype) * weight_BTk[..., None]).sum(2)
     branches = [product("btd,edf->btef", x_BTD.astype(self.dtype), name) for name in self.branches]
     y_BTED = product("btef,efd->bted", gated(branches, self.activations, self.limit), "wo")
-    return jnp.einsum("bted,bte->btd", y_BTED, weight_BTE.astype(y_BTED.dtype))
+    return jnp.einsum("bted,bte->btd", y_BTED, weight_BTE.astype(y_BTED.dtype), precision=self.precision)

@@ -12,7 +12,6 @@ from flax import nnx
 
 from maxghost.models import dense
 from maxghost.models.layers import Hidden
-from maxghost.models.rounding import Rounded
 from maxghost.parallel.shardings import constrain
 
 
@@ -22,7 +21,7 @@ class TiedTable(nnx.Embed):
   precision: Any = None
 
   def attend(self, query):
-    if not isinstance(self.precision, Rounded):
+    if self.precision is None:
       return super().attend(query)
     return dense.tied(self.precision, query.astype(self.dtype), self.embedding[...].astype(self.dtype))
 

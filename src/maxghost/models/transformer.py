@@ -69,8 +69,7 @@ class Transformer(nnx.Module):
     self.tied = cfg.logits_via_embedding
     std, kind = (cfg.base_emb_dim**-0.5, TiedTable) if self.tied else (1.0, nnx.Embed)
     self.token_embedder: Any = embedding(cfg, cfg.vocab_size, ("vocab", "embed"), std=std, rngs=rngs, layer_type=kind)
-    if self.tied:
-      self.token_embedder.precision = precision(cfg) if cfg.quantization else None
+    self.token_embedder.precision = precision(cfg)  # of a tied table
     self.decoder = Decoder(cfg, rngs=rngs)
     self.num_experts, self.dtype = cfg.num_experts, jnp.dtype(cfg.dtype)
     self.soft_cap = cfg.final_logits_soft_cap

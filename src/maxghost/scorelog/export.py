@@ -52,8 +52,7 @@ def _modules(log: ScoreLog) -> Iterator[dict]:
   """Long form, one row per step, module, layer and domain, without the cells that do not exist."""
   for part in log.modules():
     step, module, layer, domain = np.nonzero(np.isfinite(part.contribution_SMLDK).any(-1))
-    values = part.contribution_SMLDK[step, module, layer, domain]
     array = np.zeros(len(step), [("layer", "<i4"), ("contribution", "<f4", (len(log.val_sets),))])
-    array["layer"], array["contribution"] = layer, values
+    array["layer"], array["contribution"] = layer, part.contribution_SMLDK[step, module, layer, domain]
     names = {"module": np.array(part.names)[module].tolist(), "domain": np.array(part.domains)[domain].tolist()}
     yield {"step": part.steps[step], **names, **columns_of(array, log.val_sets)}

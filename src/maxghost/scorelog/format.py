@@ -6,7 +6,7 @@ K validation sets, S steps, M modules, L layers, D domains.
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,12 +98,24 @@ def for_others(texts: Iterable) -> list:
   return [text if text is None else str(text).encode("utf-8", errors="replace").decode() for text in texts]
 
 
-def frame(library: str, columns: Mapping[str, Any]) -> Any:
-  """Columns as a DataFrame of pandas or polars. Raises ConfigError where it is not installed."""
-  try:
-    return importlib.import_module(library).DataFrame(dict(columns))
-  except ImportError as error:
-    raise ConfigError(f"to_{library}() needs {library}: pip install {library}") from error
+class Frame:
+  """A table that other libraries can take; `for_others` gives its columns."""
+
+  for_others: Callable[[], Mapping[str, Any]]
+
+  def to_pandas(self) -> Any:
+    """A pandas.DataFrame of all rows. A log has one column for each validation set: `contribution[name]`."""
+    return self._made("pandas")
+
+  def to_polars(self) -> Any:
+    """As `to_pandas`, a polars.DataFrame."""
+    return self._made("polars")
+
+  def _made(self, library: str) -> Any:
+    try:
+      return importlib.import_module(library).DataFrame(dict(self.for_others()))
+    except ImportError as error:
+      raise ConfigError(f"to_{library}() needs {library}: pip install {library}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

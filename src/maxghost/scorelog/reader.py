@@ -9,7 +9,6 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -110,7 +109,7 @@ def _unread(folder: Path) -> list[str]:
   return [f"{path} holds scores of {made}, which this one does not read" for made, path in found if path]
 
 
-class ScoreLog:
+class ScoreLog(fmt.Frame):
   """A run's scores. `log["contribution"]` is the whole column f32[N, K]; `log.steps["loss"]` is f64[S]. val_sets,
   objective: of all files. parts: of a row, each with a column contribution_<part>. ledger: columns of the predicted
   drop. columns: of the rows, with the fields of the documents behind. messages: sentences for the reader."""
@@ -137,15 +136,7 @@ class ScoreLog:
     steps = f"steps {first} to {last}, against {', '.join(self.val_sets)}"
     return f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of {steps}; {list(self.columns)})"
 
-  def to_pandas(self) -> Any:
-    """All rows as a pandas.DataFrame; a column of several validation sets is `contribution[name]` for each."""
-    return fmt.frame("pandas", self._whole())
-
-  def to_polars(self) -> Any:
-    """As `to_pandas`, a polars.DataFrame."""
-    return fmt.frame("polars", self._whole())
-
-  def _whole(self) -> dict[str, np.ndarray]:
+  def for_others(self) -> dict[str, np.ndarray]:
     """Every column of all rows, texts written out."""
     parts = []
     for shard, rows in self.blocks():

@@ -53,7 +53,7 @@ class Continuation:
 
   def attend(
     self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
-    scale=None,
+    scale=None, precision=None,
   ):  # fmt: skip
     """Attention of the new tokens over their row, which is one document, so that segment ids are not read."""
     kept = [x[:, :, : self._visible] for x in self._kept[len(self.entries)]]
@@ -64,7 +64,7 @@ class Continuation:
     seen_BTS = jnp.broadcast_to(held_B1S >= 0, (*q_BTHh.shape[:2], k_BKSh.shape[2]))
     if window:
       seen_BTS &= held_B1S > (self._counts_B[:, None] + index_T[None] - window)[..., None]
-    shape = attention.Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
+    shape = attention.Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap, precision)
     new = _restored(held, q_BTHh.dtype)
     return _attend(q_BTHh, kept, new, (seen_BTS, shape.mask(index_T, index_T)), sinks_H, shape)
 
@@ -160,6 +160,6 @@ def _attend(q_BTHh, kept, new, seen, sinks_H, shape: attention.Shape):
     scores.append(jnp.broadcast_to(sinks_KG11, (*scores[0].shape[:-1], 1)))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTHh.dtype)
   slots, total = k_BKSh.shape[2], k_BKSh.shape[2] + k_BKTh.shape[2]
-  out_BKGTh = jnp.einsum("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
-  out_BKGTh += jnp.einsum("bkgts,bksh->bkgth", weights[..., slots:total], v_BKTh)
+  out_BKGTh = shape.product("bkgts,bksh->bkgth", weights[..., :slots], v_BKSh)
+  out_BKGTh += shape.product("bkgts,bksh->bkgth", weights[..., slots:total], v_BKTh)
   return out_BKGTh.transpose(0, 3, 1, 2, 4).reshape(*q_BTHh.shape[:3], v_BKTh.shape[-1])

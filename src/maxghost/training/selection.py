@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from maxghost.config.schema import Config
@@ -39,22 +40,20 @@ def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float 
   or else the best row. greats: repeatedly the row that adds most to those chosen, by value_i - sum over chosen j of
   pair_ij - pair_ii / 2 (Wang et al., GREATS, 2024).
   """
-  lowest = -jnp.inf
   if method == "threshold":
     count = jnp.maximum(has_tokens_B.sum(), 1)
     limit = threshold * jnp.sum(jnp.abs(value_B) * has_tokens_B) / count
     above = (value_B > limit) & has_tokens_B
-    best = jnp.arange(len(value_B)) == jnp.argmax(jnp.where(has_tokens_B, value_B, lowest))
+    best = jnp.arange(len(value_B)) == jnp.argmax(jnp.where(has_tokens_B, value_B, -jnp.inf))
     return jnp.where(above.any(), above, best)
   if method == "greats":
     return _greedy(value_B, has_tokens_B, k, pair_BB)
   rank = {"topk": value_B, "bottomk": -value_B, "random": jax.random.uniform(key, value_B.shape)}[method]
-  order = jnp.argsort(-jnp.where(has_tokens_B, rank, lowest), stable=True)
+  order = jnp.argsort(-jnp.where(has_tokens_B, rank, -jnp.inf), stable=True)
   return jnp.zeros(value_B.shape, bool).at[order[:k]].set(True)
 
 
 def _greedy(value_B, has_tokens_B, k: int, pair_BB):
-  pair_BB = jnp.asarray(pair_BB)
   gain = value_B - 0.5 * jnp.diagonal(pair_BB)
 
   def add(_, carry):
@@ -133,26 +132,24 @@ class Selector(Scorer):
     are estimated from R rank-one directions, with the elementwise P factored into rows and columns (Shazeer and Stern,
     arXiv:1804.04235).
     """
-    (graphdef, params, rest), rule, state = problem.model, self.rule, problem.state
+    (graphdef, params, rest), state, views = problem.model, problem.state, problem.parameters
     assert state is not None
-    views, val_batches = problem.parameters, problem.val_batches
-    scalars, labelled = rule.scalars(state.count, state.clip_factor), by_label(grads)
-    responses = {name: rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
+    scalars, labelled = self.rule.scalars(state.count, state.clip_factor), by_label(grads)
+    responses = {name: self.rule.response(views[name], g, state.of(name), scalars) for name, g in labelled.items()}
     weightings = {name: response.weighting() for name, response in responses.items()}
     scale = {name: jnp.ones_like(labelled[name]) if w is None else w for name, w in weightings.items()}
     moved = passes.like(grads, {name: responses[name].apply(g) for name, g in labelled.items()})
 
     def val_loss(p):
-      model, pairs = nnx.merge(graphdef, p, rest), zip(problem.val_losses, val_batches, strict=True)
-      return sum(passes.mean_loss(*loss(model, rows)) for loss, rows in pairs) / len(val_batches)
+      model, pairs = nnx.merge(graphdef, p, rest), zip(problem.val_losses, problem.val_batches, strict=True)
+      return sum(passes.mean_loss(*loss(model, rows)) for loss, rows in pairs) / len(problem.val_batches)
 
     _, curved = jax.jvp(jax.grad(val_loss), (params,), (moved,))
-    along = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(curved), strict=True))
-    size = jnp.asarray(sum(jnp.vdot(a, a) for a in jax.tree.leaves(moved)))
+    along, size = (jnp.asarray(optax.tree_utils.tree_vdot(moved, x)) for x in (curved, moved))
     curvature = jnp.maximum(along / jnp.maximum(size, jnp.finfo(size.dtype).tiny), 0)
     key = jax.random.fold_in(jax.random.key(SEED + 1), step)
     sketch_MRB = sketch.sketch_pass(twin, params, rest, problem.loss, problem.batch, key, NUM_SKETCHES, scale)
-    gram_BB = jnp.einsum("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
+    gram_BB = scoring.products("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
     learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(step)
     return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
 

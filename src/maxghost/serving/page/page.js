@@ -288,7 +288,7 @@ function bar(value, error, least, largest) {
 function details(source) {
   const parts = [make("pre", "", clean(source.text))];
   parts[0].tabIndex = 0;
-  if (!source.trained.length) return [...parts, make("p", "note", "The log of this run has no step that trained on it.")];
+  if (!source.trained.length) return [...parts, make("p", "note", found.trained_for ? "The log of this run has no step that trained on it." : "When the run trained on it is not known.")];
   const body = make("tbody"), table = make("table", "", make("caption", "", `Where the run trained on it, and what that did to the ${clean(found.trained_for || "validation")} loss then`));
   const head = make("tr");
   for (const name of ["Step", "Epoch", "Contribution, nats"]) head.append(make("th", "", name));
