@@ -70,6 +70,15 @@ def test_parameters_optimizer_and_gradients_are_exact():
   assert row(estimate(config.replace(cfg, opt_type="sgd")), "optimizer") == 0
 
 
+def test_a_state_without_an_optimizer_has_gradients_but_no_moments():
+  def build(cfg):
+    return nnx.split(nnx.eval_shape(lambda: state.TrainStateNNX(models.Transformer(cfg.model, rngs=nnx.Rngs(0)))))
+
+  cfg = tiny.make_config(ghost_enabled=False)
+  whole, alone = estimate(cfg), estimate(cfg, build=build)
+  assert row(alone, "optimizer") == 0 < row(alone, "gradients") == row(whole, "gradients")
+
+
 def test_what_the_mask_leaves_out_has_no_gradient():
   plain, masked = long(), long(trainable_parameters_mask=("*/query/*",))
   trained = 2 * sum(size for label, size in sizes(plain).items() if "/query/" in label)

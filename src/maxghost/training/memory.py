@@ -105,7 +105,7 @@ class PlacedState:
     self.layout, self._graphdef, self._abstract = layout, split[0], layout.abstract(split[1])
     batch_axes = {*layout.rules.batch_axes, *layout.rules.active(layout.rules.first("activation_length"))}
     held = nnx.merge(self._graphdef, self._abstract)
-    trained = {path for path, _ in nnx.to_flat_state(nnx.state(held.model, held.optimizer.wrt))}
+    trained = {path for path, _ in nnx.to_flat_state(nnx.state(held.model, state.trainable(cfg, held.model)))}
     self.variables = [self._held(path, v, batch_axes, trained) for path, v in nnx.to_flat_state(self._abstract)]
     apart = Diloco.of(cfg, layout, self._graphdef, self._abstract).state if layout.apart > 1 else nnx.State({})
     common = [(path, v) for path, v in nnx.to_flat_state(apart) if path[0] != INNER]
