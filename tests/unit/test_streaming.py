@@ -21,7 +21,6 @@ from maxghost.models import streaming
 from maxghost.objectives import LanguageModelLoss
 from maxghost.training import host_memory
 from maxghost.training import state as train_state
-from maxghost.training.host_memory import HostMemory
 
 LAYERS = 6
 BATCH = tiny.make_batch(((6, 5), (13,), (2, 9)), seed=300)
@@ -99,11 +98,10 @@ def test_streamed_gradients_have_the_bits_of_segments_in_every_form(name):
 
 
 class StreamedRun(Run):
-  """A `Run` whose state is put where its configuration says."""
+  """A `Run` of four layers in two segments."""
 
   def __init__(self, **changes):
     super().__init__(exact=True, batch=TRAIN[0], base_num_decoder_layers=4, segment_lengths=(2,), **changes)
-    self.state = HostMemory.of(self.cfg).put(self.state)
 
   def kinds(self) -> dict:
     return {path: v[...].sharding.memory_kind for path, v in nnx.to_flat_state(self.state)}
@@ -163,6 +161,13 @@ def test_streamed_steps_have_the_bits_of_unstreamed_ones(name, unstreamed):
   assert all("layers" in path for path in on_host)
   stacked = [path for path in ours.before if "layers" in path and path[0] in wanted]
   assert on_host == set(stacked)
+
+
+def test_streamed_weights_are_scored():
+  shape = {"base_num_decoder_layers": 2, "segment_lengths": (1,), "ghost_schedule": "reverse_scan"}
+  ours, theirs = (Run(exact=True, **shape, **where).step(TRAIN[0]) for where in (STREAMS["both"], {}))
+  np.testing.assert_array_equal(ours["score_dot_BSK"], theirs["score_dot_BSK"])
+  assert np.abs(theirs["score_dot_BSK"]).max() > 0
 
 
 @pytest.mark.slow

@@ -215,17 +215,18 @@ def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -
   given = jax.eval_shape(lambda batch: batch, batch)  # in dtypes that JAX has
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), given)
   used: list[probed.Use] = []
+  arrays: dict = {}
 
   def gradients(scale, params, rest, batch):
     def loss(params):
       built = twin.blank(params, rest)
-      state = nnx.to_flat_state(nnx.state(built, (nnx.Param, GhostProbe)))
-      with setting(probed.recorder, (used, {path: variable[...] for path, variable in state})):
-        return jnp.sum(scale * loss_fn(built, batch)[0])
+      arrays.update({path: v[...] for path, v in nnx.to_flat_state(nnx.state(built, (nnx.Param, GhostProbe)))})
+      return jnp.sum(scale * loss_fn(built, batch)[0])
 
     return by_label(jax.grad(loss)(params))
 
-  jaxpr, labels = jax.make_jaxpr(gradients)(1.0, *split(model), shapes).jaxpr, sorted(twin.parameters)
+  with setting(probed.recorder, (used, arrays)):  # also in backward passes, which trace streamed layers once more
+    jaxpr, labels = jax.make_jaxpr(gradients)(1.0, *split(model), shapes).jaxpr, sorted(twin.parameters)
   has_gradient = lambda kept: dce_jaxpr(jaxpr, [label in kept for label in labels])[1][0]  # noqa: E731  reads `scale`
   wanted = set(labels).difference(twin.excluded)
   return used, [label for label in labels if has_gradient(wanted & {label})] if has_gradient(wanted) else []
