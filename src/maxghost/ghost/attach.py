@@ -214,8 +214,7 @@ def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -
   """(probed calls, labels of Params used besides) in an abstract gradient of the loss for a batch of so many rows."""
   given = jax.eval_shape(lambda batch: batch, batch)  # in dtypes that JAX has
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), given)
-  used: list[probed.Use] = []
-  arrays: dict = {}
+  used, arrays = [], {}
 
   def gradients(scale, params, rest, batch):
     def loss(params):
