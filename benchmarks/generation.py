@@ -41,7 +41,7 @@ def whole_pass(graphdef, state, length: int) -> callable:
 
 def main() -> int:
   given = _measure.arguments(__doc__, rounds=7, cache=1024, tokens=64)
-  cfg = configuration.load("configs/base.yml", *given.overrides)
+  cfg = configuration.load(str(_measure.BASE), *given.overrides)
   graphdef, state = nnx.split(models.create(cfg, rngs=nnx.Rngs(0)))
   longest = given.cache - given.tokens
   lengths = sorted({16, longest // 4, longest})

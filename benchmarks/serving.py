@@ -107,7 +107,7 @@ def theirs(cfg, state, rows: int, given) -> callable:
 
 def main() -> int:
   given = _measure.arguments(__doc__, rounds=5, tokens=48, cache=512, transformers=False)
-  cfg = configuration.load("configs/base.yml", *SMOLLM2, *given.overrides)
+  cfg = configuration.load(str(_measure.BASE), *SMOLLM2, *given.overrides)
   graphdef, state = nnx.split(models.create(cfg, rngs=nnx.Rngs(0)))
   differ, compared = same_tokens(graphdef, state, given)
   contenders = {f"engine, slots {slots}": steps(graphdef, state, slots, given) for slots in (1, 4, 8)}

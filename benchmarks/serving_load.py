@@ -124,7 +124,7 @@ def load(port: int, process: subprocess.Popen, given) -> dict[str, float]:
 
 def main() -> int:
   given = _measure.arguments(__doc__, requests=1000, clients=50, slots=8)
-  cfg = configuration.load("configs/base.yml", *given.overrides)
+  cfg = configuration.load(str(_measure.BASE), *given.overrides)
   with tempfile.TemporaryDirectory() as folder:
     run = Path(folder) / "run"
     run.mkdir()
