@@ -287,8 +287,7 @@ def _tiktoken_file(tiktoken, path: str):
   rules, file = None, path
   try:
     if path.endswith(".json"):
-      rules = json.loads(_read(Path(path)))
-      file = str(Path(path).parent / rules["ranks"])
+      file = str(Path(path).parent / json.loads(_read(Path(path)))["ranks"])
     ranks = load_tiktoken_bpe(file)
     if rules is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}

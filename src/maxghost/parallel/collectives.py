@@ -87,8 +87,7 @@ def first_between_processes(hlo: str, mesh: Any) -> str:
   """The collective of a program that first needs a device of another process, for a message; empty: none does."""
   process = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
   spanning = {axis for i, axis in enumerate(mesh.axis_names) if (process != process.take([0], axis=i)).any()}
-  found = (one for one in _in_order(*_split(hlo), dict(mesh.shape)) if spanning.intersection(one.axes))
-  first = next(found, None)
+  first = next((one for one in _in_order(*_split(hlo), dict(mesh.shape)) if spanning.intersection(one.axes)), None)
   return f"{first.kind} of {first.shape} over {' x '.join(first.axes)}" if first else ""
 
 
