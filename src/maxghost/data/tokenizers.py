@@ -287,7 +287,8 @@ def _tiktoken_file(tiktoken, path: str):
   rules, file = None, path
   try:
     if path.endswith(".json"):
-      file = str(Path(path).parent / json.loads(_read(Path(path)))["ranks"])
+      rules = json.loads(_read(Path(path)))
+      file = str(Path(path).parent / rules["ranks"])
     ranks = load_tiktoken_bpe(file)
     if rules is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}

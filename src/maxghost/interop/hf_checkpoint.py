@@ -41,7 +41,8 @@ def import_model(
     content, tensors, origin = gguf.config_json(file), file.tensors, source
     write_tokenizer = functools.partial(gguf.write_tokenizer, file)
   elif huggingface.is_huggingface(source):
-    content, tensors = read_json(source / huggingface.CONFIG_JSON), open_tensors(source)
+    origin = source / huggingface.CONFIG_JSON
+    content, tensors = read_json(origin), open_tensors(source)
     write_tokenizer = functools.partial(tokenizer_files.copy, source)
   else:
     raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")

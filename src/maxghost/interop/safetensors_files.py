@@ -35,7 +35,8 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
   index_file, weight_map, files = folder / INDEX, {}, [SINGLE]
   if index_file.is_file():
     try:
-      files = sorted(set(read_json(index_file)["weight_map"].values()))
+      weight_map = read_json(index_file)["weight_map"]
+      files = sorted(set(weight_map.values()))
     except (KeyError, TypeError, AttributeError) as error:
       raise LayoutError(f"{index_file} is damaged: {error!r}") from error
     if wrong := [name for name in files if not isinstance(name, str) or not name or Path(name).name != name]:

@@ -228,5 +228,4 @@ def _axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
   if groups.size == 0:
     return ()
   places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())))  # [axes, groups, members]
-  differ = (places != places[:, :, :1]).any((1, 2))
-  return tuple(axis for axis, moves in zip(mesh_shape, differ, strict=True) if moves)
+  return tuple(axis for axis, moves in zip(mesh_shape, (places != places[:, :, :1]).any((1, 2)), strict=True) if moves)
