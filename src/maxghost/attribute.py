@@ -58,8 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   for name in ("method", "order", "directions") if not args.index else ():
     if name in parser.given(args):
       raise ConfigError(f"--{name} {getattr(args, name)} works on an index: give --index DIR")
-  fewest = 2 if args.method != LESS or args.directions else 0
-  parser.check(args, directions=fewest, rows=1, query_rows=1, top=1)
+  parser.check(args, directions=2 if args.method != LESS or args.directions else 0, rows=1, query_rows=1, top=1)
   if not args.index and not (args.data and args.queries and args.output):
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")

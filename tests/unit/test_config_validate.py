@@ -114,6 +114,8 @@ def test_huge_numbers_are_answered_at_once():
     ("trainable_position_size=1", "use 256 or more, or -1 for no table", "max_target_length=1 "),
     ("ghost_val_fraction=0.0 ghost_select=topk", "use a share such as 0.25", "or ghost_enabled=false"),
     ("ghost_val_sets=a=manual@sft ghost_schedule=concat", "use sets without @objective", "=one set"),
+    ("offload_to_host=optimizer segment_lengths=2 ghost_schedule=reverse_scan use_qk_clip=true", "false", "two_pass"),
+    ("adam_weight_decay=2 learning_rate=0.5", "adam_weight_decay below 2, or ghost_enabled=false", "twice"),
     ("objective=grpo packing=none ghost_schedule=concat", "use ghost_schedule=two_pass", "ghost_val_sets"),
   ],
 )

@@ -17,7 +17,7 @@ import tiny
 from flax import nnx
 from train_steps import REFERENCE_SEED, VALIDATION, Run
 
-from maxghost import attribution, config, scorelog, train
+from maxghost import attribution, config, generate, scorelog, train
 from maxghost.attribution import what_if
 from maxghost.config import ConfigError
 from maxghost.data import rewards
@@ -309,6 +309,15 @@ def test_answers_without_an_end_can_be_left_out(tmp_path):
     assert found["learning/total_weights"] == sum(answer["tokens"] for answer in answers if answer["ended"])
     assert found["rollout/clipped_ratio"] == np.mean([not answer["ended"] for answer in answers])
     assert found["rollout/frac_reward_zero_std"] == 1 and {answer["advantage"] for answer in answers} == {0}
+
+
+def test_the_command_generates_from_its_run_with_a_narrow_cache(finished, capsys):
+  flags = ["--prompt", "10+10=", "--max_new_tokens", "2", "--quantize_kvcache"]
+  assert generate.main([str(finished / "runs" / "base"), *flags]) == 0
+  assert capsys.readouterr().out.startswith("10+10=")
+  assert start(finished, run_name="narrow", quantize_kvcache="true") == 2
+  assert "samples from another model than objective=grpo trains; use quantize_kvcache=false" in capsys.readouterr().err
+  assert not (finished / "runs" / "narrow").exists()
 
 
 def test_every_answer_is_a_scored_row(finished):

@@ -6,6 +6,7 @@ B rows, S segments, K validation sets.
 import functools
 import json
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import jax
@@ -19,7 +20,7 @@ from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import plugins
 from maxghost.parallel.shardings import Layout
 from maxghost.scorelog import Writer
-from maxghost.training import scoring
+from maxghost.training import compiled_steps, scoring
 from maxghost.training.batches import Prefetcher
 from maxghost.training.console import Console
 from maxghost.training.loop import Sinks, TrainingLoop
@@ -565,3 +566,16 @@ def test_no_compilation_counts_as_a_hang(tmp_path):
   watch = lambda step, doing, program="", **given: bounded.append(given.get("bounded", False))  # noqa: E731
   run_toy(tmp_path / "run", cfg, program=Compiling(), watch=watch)
   assert asked == {"train_step", "plain_step", "executable"} and any(bounded)
+
+
+def test_whether_a_program_is_ready_is_the_same_in_every_process(monkeypatch):
+  """What follows from it has exchanges between the processes, whose order must be the same too."""
+  future = Future()
+  future.set_result(compiled_steps.Executable("closing", print, 0.0, 0.0))
+  program, others = compiled_steps.Program({"closing": future}, {}), [False]
+  monkeypatch.setattr(compiled_steps.distributed, "gather", lambda own: [own, *others])
+  assert not program.is_ready("closing")
+  others[0] = True
+  assert program.is_ready("closing") and program.closing is print
+  monkeypatch.setattr(compiled_steps.distributed, "gather", None)  # no exchange any more
+  assert program.is_ready("closing")

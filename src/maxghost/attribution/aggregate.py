@@ -92,8 +92,7 @@ class GroupSums:
     if not len(rows):
       return
     keys = [self._numbers[name][rows[name]] if name in self._texts else rows[name] for name in self._columns]
-    values = np.column_stack([_values(rows), self._log.in_all(rows)])
-    self._parts.append(_reduce(np.stack(keys), values))
+    self._parts.append(_reduce(np.stack(keys), np.column_stack([_values(rows), self._log.in_all(rows)])))
     merged, *fresh = (len(sums) for _, sums in self._parts)
     if sum(fresh) > max(MERGE_ROWS, merged):  # sooner would take quadratic time
       self._parts = [self._merged()]

@@ -136,8 +136,6 @@ def experts(v: Values) -> Iterator[str]:
 
 
 def quantization(v: Values) -> Iterator[str]:
-  if v.quantize_kvcache and v.objective == "grpo":
-    yield f"{v['quantize_kvcache']} samples from another model than objective=grpo trains; use quantize_kvcache=false"
   if v.quantization not in ROUNDED:
     return
   given = v["quantization"]
@@ -398,7 +396,6 @@ def distillation(v: Values) -> Iterator[str]:
 def validation_sets(v: Values) -> Iterator[str]:
   given = [plugins.without_objective(text) for text in v.ghost_val_sets]
   names = [text.partition("=")[0] for text, _ in given]
-  passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
   records = plugins.OBJECTIVES[v.objective].records
   for text, name in dict.fromkeys(pair for pair in given if pair[1]):
     said = f"ghost_val_sets={text}@{name}"
@@ -406,7 +403,7 @@ def validation_sets(v: Values) -> Iterator[str]:
       yield f"{said} asks for the objective {name}; use {' or '.join(plugins.OBJECTIVES)}"
     elif one.records != records and not plugins.is_files(text.partition("=")[2]):
       yield f"{said} reads {one.records}, but the domains have {records}; give files of its own: name=glob@{name}"
-    elif passes not in one.schedules:
+    elif v.ghost_schedule.replace("forward_mode", "two_pass") not in one.schedules:
       yield f"{said}: objective {name} works with {', '.join(one.schedules)}, not {v['ghost_schedule']}"
     elif (size := v.ghost_val_batch_size) % one.rows_per_unit:
       near = f"use ghost_val_batch_size={size - size % one.rows_per_unit + one.rows_per_unit}"
@@ -428,6 +425,9 @@ def scoring(v: Values) -> Iterator[str]:
   rule, loss, steps = plugins.OPTIMIZERS[v.opt_type], plugins.OBJECTIVES[v.objective], v.gradient_accumulation_steps
   plain = rule.direction == "sgd" and direction in ("auto", *plugins.OF_STEP)
   early = curvature == "hessian" or direction == "sgd" or plain
+  if v.ghost_enabled and v.opt_type == "adamw" and v.adam_weight_decay * v.learning_rate >= 1:
+    most = f"use adam_weight_decay below {1 / v.learning_rate:.3g}, or ghost_enabled=false"
+    yield f"{v['adam_weight_decay']} at {v['learning_rate']} leaves nothing of a parameter for the ledger; {most}"
   key, none = ("ghost_direction", "auto") if v.ghost_direction == "second_order" else ("ghost_curvature", "none")
   if v.ghost_every > 1 and v.ghost_val_every > 1:
     given = f"{v['ghost_every']} already computes the validation gradient every {v.ghost_every} steps"
@@ -460,6 +460,7 @@ def scoring(v: Values) -> Iterator[str]:
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
     "clipping": (v.ghost_enabled and clips, "ghost_direction", "path"),
     "rounding": (v.ghost_enabled and v.quantization in ROUNDED, "quantization", "''"),
+    "offload": (v.ghost_schedule == "reverse_scan" and v.offload_to_host, "offload_to_host", "[]"),  # and `offloading`
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
   named = {want: (asks, v[key], use if " " in use else f"{key}={use}") for want, (asks, key, use) in asked.items()}

@@ -110,8 +110,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
   splits = [(source, Split(source, held_out, cfg.ghost_val_fraction, seed, excluded, included), records)]
   for kind, given in cfg.validation_files(records).items():
     plain = cfg if kind == records else dataclasses.replace(cfg, train_data_columns=DataConfig().train_data_columns)
-    files = expand("ghost_val_sets", given)
-    read = text.load(files, dataclasses.replace(kept(plain, kind), document_fields=()))
+    read = text.load(expand("ghost_val_sets", given), dataclasses.replace(kept(plain, kind), document_fields=()))
     if both := [domain for domain in read.domains if domain in source.domains]:
       said = f"ghost_val_sets has the name '{both[0]}', which is a domain of the training data"
       raise ConfigError(f"{said}; name it otherwise")

@@ -187,8 +187,7 @@ def _group_sinks(sinks, q_BKGTh):
   """[H] or [B, T, H] -> [B, K, G, T] in float32 or wider."""
   batch, kv_heads, groups, positions, _ = q_BKGTh.shape
   sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
-  sinks_BTH = jnp.broadcast_to(sinks, (batch, positions, kv_heads * groups))
-  return group_heads(sinks_BTH[..., None], kv_heads)[..., 0]
+  return group_heads(jnp.broadcast_to(sinks, (batch, positions, kv_heads * groups))[..., None], kv_heads)[..., 0]
 
 
 def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape: Shape, start: int):

@@ -67,8 +67,7 @@ class Rows:
     order_R = jnp.argsort(expert_of_pair, stable=True)
     expert_R = expert_of_pair[order_R]
     edges = jnp.searchsorted(expert_R, jnp.arange(num_experts + 1, dtype=expert_R.dtype)).astype(jnp.int32)
-    place_R = jnp.argsort(order_R)
-    return cls(order_R, place_R, jnp.diff(edges), expert_R, index_BTk.shape[-1], first_expert is not None)
+    return cls(order_R, jnp.argsort(order_R), jnp.diff(edges), expert_R, index_BTk.shape[-1], first_expert is not None)
 
   def own(self, y_RO) -> jax.Array:
     """y with zeros in the rows of other experts."""

@@ -61,8 +61,7 @@ class OutputHead(nnx.Module):
     """The loss of each position, [B, T], as of whole `logits`, by tiles (`objectives.tiled.Head`)."""
     own = {"tied": isinstance(self.projection, TiedTable), "dtype": jnp.dtype(self.projection.dtype)}
     own |= {"precision": self.projection.precision, "soft_cap": self.soft_cap}
-    tiles = dataclasses.replace(tiling, **own)
-    return self.projection.losses(tiles, self._normed(hidden), targets_BT, weights_BT)
+    return self.projection.losses(dataclasses.replace(tiling, **own), self._normed(hidden), targets_BT, weights_BT)
 
   def _normed(self, hidden: Hidden):
     return hidden.x_BTD if self.norm is None else self.norm(hidden.x_BTD)

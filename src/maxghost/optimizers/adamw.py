@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from maxghost.config.schema import OptimizerConfig
-from maxghost.optimizers.base import Elementwise, Parameter, Response, RuleState, UpdateRule
+from maxghost.optimizers.base import Elementwise, Parameter, Response, RuleState, UpdateRule, widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AdamW(UpdateRule):
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
     mu_dtype, decay = jnp.dtype(self.mu_dtype), self.weight_decay
-    return optax.adamw(learning_rate, self.b1, self.b2, self.eps, mu_dtype=mu_dtype, weight_decay=decay)
+    return widened(optax.adamw(learning_rate, self.b1, self.b2, self.eps, mu_dtype=mu_dtype, weight_decay=decay))
 
   def path(self) -> "AdamWPath":
     return AdamWPath(*dataclasses.astuple(self))
@@ -71,8 +71,7 @@ class AdamW(UpdateRule):
     return Elementwise((1 - self.b1) / (correction1 * (jnp.sqrt(v / correction2) + self.eps)))
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
-    momentum = self.b1 / (1 - self.b1) * response.weighting() * arrays["first_moment"]
-    return {"momentum": momentum, "weight_decay": value}
+    return {"momentum": self.b1 / (1 - self.b1) * response.weighting() * arrays["first_moment"], "weight_decay": value}
 
   def column_scales(self, learning_rate, clip_factor) -> dict:
     return {"momentum": learning_rate, "weight_decay": learning_rate * self.weight_decay}

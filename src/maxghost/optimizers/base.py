@@ -270,6 +270,18 @@ class UpdateRule(abc.ABC):
     return {name: optax.tree_utils.tree_get(state, key)[""] for name, key in self.state_keys.items()}
 
 
+def widened(given: optax.GradientTransformation) -> optax.GradientTransformation:
+  """`given`, computed in the dtype of the gradient, or in float32: optax would round products with narrow moments."""
+
+  def update(updates, state, params=None):
+    wide = functools.reduce(jnp.promote_types, (x.dtype for x in jax.tree.leaves(updates)), jnp.float32)
+    widen = lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    moved, after = given.update(*(jax.tree.map(widen, tree) for tree in (updates, state, params)))
+    return moved, optax.tree.cast_like(after, state)
+
+  return optax.GradientTransformation(given.init, update)
+
+
 def each_layer(function: Callable, depth: int, *arrays):
   """function(*arrays) of each layer of the first `depth` axes, one by one: a mesh then gathers one layer at a time."""
   run: Callable = lambda arrays: function(*arrays)  # noqa: E731

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from flax import nnx
 from maxghost.config import ConfigError, OptimizerConfig
 from maxghost.optimizers import orthogonal
 from maxghost.optimizers.adamw import AdamW
-from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label, each_layer
+from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label, each_layer, widened
 from maxghost.parallel.shardings import constrain_factor, slash_path
 
 
@@ -121,17 +121,13 @@ class Muon(UpdateRule):
 
   def moved(self, matrix: Matrix, count, g, momentum):
     """(D, the momentum after the step) of one layer's matrices [..., *rows, *columns], by optax."""
-    own = {"beta": self.beta, "eps": self.adam.eps, "mu_dtype": momentum.dtype}
     axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # of the matrix view
-    optimizer = optax.contrib.scale_by_muon(**own, weight_dimension_numbers=axes)
-    shape, wide = g.shape, jnp.promote_types(g.dtype, jnp.float32)
-    g, momentum = (_placed(matrix, x) for x in (g.astype(wide), momentum))
-    direction: Any
-    # A narrow momentum is widened first: otherwise optax rounds its product with beta.
-    state: Any = optax.contrib.MuonState(count, momentum.astype(wide), jnp.asarray(orthogonal.COEFFICIENTS, wide))
+    found = optax.contrib.scale_by_muon(beta=self.beta, eps=self.adam.eps, weight_dimension_numbers=axes)
+    view, momentum = (_placed(matrix, x) for x in (g, momentum))
+    state: Any = optax.contrib.MuonState(count, momentum, jnp.asarray(orthogonal.COEFFICIENTS))
     with jax.default_matmul_precision("highest"):
-      direction, state = optimizer.update(g, state)
-    return (self.scale(*g.shape[-2:]) * direction).reshape(shape), state.mu.reshape(shape)
+      direction, state = cast(Any, widened(found).update(view, state))
+    return (self.scale(*view.shape[-2:]) * direction).reshape(g.shape), state.mu.reshape(g.shape)
 
   def scale(self, inputs: int, outputs: int) -> float:
     """c of a matrix."""

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from maxghost.config.schema import OptimizerConfig
-from maxghost.optimizers.base import Identity, Parameter, Response, RuleState, UpdateRule
+from maxghost.optimizers.base import Identity, Parameter, Response, RuleState, UpdateRule, widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MomentumSgd(Sgd):
   momentum: float
 
   def transformation(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.sgd(learning_rate, momentum=self.momentum)
+    return widened(optax.sgd(learning_rate, momentum=self.momentum))
 
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
     """The sum over k >= 0 of momentum^k rate_{t+k}."""
@@ -61,7 +61,7 @@ class MomentumSgd(Sgd):
     return reach_S
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
-    return {"momentum": self.momentum * arrays["trace"]}
+    return {"momentum": jnp.asarray(self.momentum, float) * arrays["trace"]}
 
   def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
-    return -jnp.asarray(state.last_rate, arrays["trace"].dtype) * arrays["trace"]
+    return -jnp.asarray(state.last_rate, float) * arrays["trace"]

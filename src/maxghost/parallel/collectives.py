@@ -87,8 +87,7 @@ def first_between_processes(hlo: str, mesh: Any) -> str:
   """The collective of a program that first needs a device of another process, for a message; empty: none does."""
   process = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
   spanning = {axis for i, axis in enumerate(mesh.axis_names) if (process != process.take([0], axis=i)).any()}
-  found = (one for one in _in_order(*_split(hlo), dict(mesh.shape)) if spanning.intersection(one.axes))
-  first = next(found, None)
+  first = next((one for one in _in_order(*_split(hlo), dict(mesh.shape)) if spanning.intersection(one.axes)), None)
   return f"{first.kind} of {first.shape} over {' x '.join(first.axes)}" if first else ""
 
 
@@ -229,5 +228,4 @@ def _axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
   if groups.size == 0:
     return ()
   places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())))  # [axes, groups, members]
-  differ = (places != places[:, :, :1]).any((1, 2))
-  return tuple(axis for axis, moves in zip(mesh_shape, differ, strict=True) if moves)
+  return tuple(axis for axis, moves in zip(mesh_shape, (places != places[:, :, :1]).any((1, 2)), strict=True) if moves)

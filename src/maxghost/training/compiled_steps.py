@@ -69,7 +69,7 @@ class Program:
     return compiled.call
 
   def is_ready(self, name: str) -> bool:
-    return self._futures[name].done()
+    return name in vars(self) or all(distributed.gather(self._futures[name].done()))  # the same in every process
 
   def executable(self, name: str = "train_step") -> Executable:
     """Waits until this process has compiled the function."""

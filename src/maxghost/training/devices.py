@@ -47,7 +47,10 @@ def open_layout(cfg: Config) -> Layout:
 
 
 def check_layout(cfg: Config, layout: Layout) -> None:
-  """Raises ConfigError for a mesh that does not fit the run."""
+  """Raises ConfigError for a mesh, or samples of the model, that do not fit the run."""
+  if cfg.samples and cfg.model.quantize_kvcache:  # `maxghost generate` may: no key of the configuration is wrong
+    said = f"quantize_kvcache=true samples from another model than objective={cfg.optimizer.objective} trains"
+    raise ConfigError(f"{said}; use quantize_kvcache=false")
   if unused := unused_axes(layout.rules):
     axis = unused[0]
     raise ConfigError(

@@ -223,8 +223,7 @@ class Scorer:
 
 def rule_state(cfg: Config, rule: optimizers.UpdateRule, train_state: TrainStateNNX) -> optimizers.RuleState:
   """The optimizer's state with the previous step's clipping factor; this step's would need the whole gradient."""
-  clips = cfg.optimizer.gradient_clipping_threshold
-  factor = train_state.clip_factor[...] if clips else jnp.ones((), float)
+  factor = train_state.clip_factor[...] if cfg.optimizer.gradient_clipping_threshold else jnp.ones((), float)
   state = rule.read(train_state.optimizer, clip_factor=factor)
   if cfg.ghost.ghost_every > 1 or cfg.ghost.ghost_val_every > 1 or cfg.model.use_qk_clip:
     return state  # the gradients of two steps in a row are not at hand, or QK-Clip moved parameters too

@@ -80,8 +80,7 @@ def _readout(lines: list[Line], px) -> str:
     for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True):
       if math.isfinite(y):
         at.setdefault(x, []).append(f"{line.name} {number(y)}")
-  entries = [[px(x), f"step {x:.0f}", *at[x]] for x in sorted(at)]
-  return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
+  return json.dumps([[px(x), f"step {x:.0f}", *at[x]] for x in sorted(at)], ensure_ascii=False, separators=(",", ":"))
 
 
 def bars(items: list, values: Any, half_widths: Any = 0.0, starts: Any = 0.0) -> list[tuple[Any, dict]]:
