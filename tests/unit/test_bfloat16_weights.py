@@ -33,7 +33,7 @@ def test_forward_mode_takes_a_float32_direction(direction):
   size = np.abs(expected["contribution_BSK"]).max()
   by_row, expected_by_row = (out["contribution_BSK"].sum(1) for out in (found, expected))
   assert np.abs(by_row - expected_by_row).max() < 0.06 * size
-  assert found["check_rel_err"][0] < 1e-3
+  assert found["check_rel_err"][0] < 2**-8  # a rounding of bfloat16, in which the tangents are
 
 
 def test_norms_are_float32_sums():
