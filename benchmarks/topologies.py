@@ -15,12 +15,14 @@ Rows: bfloat16 compute, float32 weights and moments where not said otherwise, re
 output projection in 8 tiles of the vocabulary; scored with rank 32 along the validation gradient
 (ghost_direction=sgd), one validation row for each device. "GB of a device" are arguments, temporaries and outputs that
 replace no argument. The compiler spends free memory on fetching weights ahead; so the scored step is compiled for
-devices that have 1.05 times what the plain step takes, and where it does not fit, for all they have. "GB moved" are the
-bytes of each collective's whole array, as often as it runs in a step.
+devices that have 1.05 times what the plain step takes. Where it does not fit, it is compiled for all they have, and in
+both ways with the validation gradient on the host. "GB moved" are the bytes of each collective's whole array, as often
+as it runs in a step.
 """
 
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -32,7 +34,6 @@ import _measure
 from _measure import Figure
 
 BFLOAT16 = "weight_dtype=bfloat16"
-STAGES = "llama3-70b v5p-128, 4 stages"
 CASES = {  # topology, model, keys of the row
   "llama3-8b v5p-256": ("v5p-256", "llama3-8b", ("per_device_batch_size=4", "ghost_val_batch_size=128")),
   "llama3-8b v5e-256": ("v5e-256", "llama3-8b", ("per_device_batch_size=4", "ghost_val_batch_size=256")),
@@ -42,7 +43,7 @@ CASES = {  # topology, model, keys of the row
     (BFLOAT16, "per_device_batch_size=2", "ghost_val_batch_size=64"),
   ),
   "gpt-oss-20b v5e-32": ("v5e-32", "gpt-oss-20b", (BFLOAT16, "ghost_val_batch_size=32")),
-  STAGES: (
+  "llama3-70b v5p-128, 4 stages": (
     "v5p-128",
     "llama3-70b",
     ("per_device_batch_size=2", "ghost_val_batch_size=64", "ici_stage_parallelism=4", "num_pipeline_microbatches=8"),
@@ -51,7 +52,7 @@ CASES = {  # topology, model, keys of the row
 KEYS = ("dtype=bfloat16", "max_target_length=4096", "remat_policy=full", "per_device_batch_size=1",
         "num_vocab_tiling=8", "vocab_tiling_axis=vocab")  # fmt: skip
 SCORED = ("ghost_enabled=true", "ghost_rank=32", "ghost_direction=sgd", "ghost_detail=total")
-ON_HOST = "offload_to_host=[val_gradient]"  # in the scored step of these rows too, uncapped
+ON_HOST = "offload_to_host=[val_gradient]"  # also compiled where the scored step takes more than MOST_ADDED
 PLAIN = ("ghost_enabled=false",)
 ABSTRACT = "llama3-70b"
 WHOLE = -1  # limit: all the memory of a device
@@ -73,12 +74,12 @@ def main() -> int:
       results.append(row(name, 0, args))
       print(shown(results)[-1], flush=True)
       limit = int(MOST_ADDED * (results[-1]["bytes"] or 0)) or WHOLE
-      found = row(name, limit, args)
-      results.append(row(name, WHOLE, args) if found["bytes"] is None and limit != WHOLE else found)
+      results.append(scored(name, limit, args))
       print(shown(results)[-1], flush=True)
-      if name == STAGES:
-        results.append(row(name, WHOLE, args, ON_HOST) | {"on host": True})
-        print(shown(results)[-1], flush=True)
+      if (results[-1]["bytes"] or math.inf) > limit > 0:
+        for most, how in ((limit, ", val_gradient on the host"), (WHOLE, ", val_gradient on the host, uncapped")):
+          results.append(scored(name, most, args, ON_HOST) | {"how": how})
+          print(shown(results)[-1], flush=True)
   start = row(ABSTRACT, 0, args) if args.rows in ABSTRACT else None
   notes = [f"libtpu {_measure.version('libtpu')}; seconds are those of tracing and compiling on this machine"]
   if start:
@@ -87,6 +88,12 @@ def main() -> int:
       f"{start['seconds']:.1f} s after the start of the process, peak memory {start['gb']:.2f} GB"
     )
   return _measure.publish("topologies", shown(results), figures(results, start), notes, path=args.json)
+
+
+def scored(name: str, limit: int, args, *more: str) -> dict:
+  """As `row`, of the scored step with all the memory of a device if it does not fit within the limit."""
+  found = row(name, limit, args, *more)
+  return row(name, WHOLE, args, *more) if found["bytes"] is None and limit != WHOLE else found
 
 
 def row(name: str, limit: int, args, *more: str) -> dict:
@@ -217,7 +224,7 @@ def shown(results: list[dict]) -> list[dict]:
     need, before = result["bytes"], plain.get(result["name"])
     rows.append({
       "model, slice": result["name"],
-      "scores": ("rank 32" + ", val_gradient on the host" * ("on host" in result)) if result["scored"] else "-",
+      "scores": f"rank 32{result.get('how', '')}" if result["scored"] else "-",
       "GB of a device": result["problem"] if need is None else f"{need / 1e9:.2f}",
       "it has": f"{result['hbm'] / 1e9:.1f}",
       "fits": "no" if need is None or need > result["hbm"] else "yes",
@@ -236,8 +243,8 @@ def figures(results: list[dict], start: dict | None) -> list[Figure]:
   for result in results:
     before, need = plain.get(result["name"]), result["bytes"]
     if result["scored"] and before:
-      need, how = need or float("inf"), ", val_gradient on the host" * ("on host" in result)
-      found.append(Figure(f"{result['name']}: memory scored{how} over plain", need / before, MOST_ADDED, form="{:.3f}"))
+      said = f"{result['name']}: memory scored{result.get('how', '')} over plain"
+      found.append(Figure(said, (need or math.inf) / before, MOST_ADDED, form="{:.3f}"))
     if result["scored"] and "seconds" in result:
       found.append(Figure(f"{result['name']}: minutes to compile, scored", result["seconds"] / 60, form="{:.1f}"))
   if start:

@@ -13,7 +13,6 @@ import numpy as np
 
 from maxghost import attribution
 from maxghost.attribution import output, query
-from maxghost.attribution.output import write_output
 from maxghost.attribution.texts import Source, print_notes
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
@@ -133,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
   elif args.output is not None:
-    write_output(args.output, as_text[args.format](answer))
+    output.write_output(args.output, as_text[args.format](answer))
   elif args.format == "table":
     with output.console() as console:
       output.show(answer, console)
@@ -159,7 +158,7 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
   if not isinstance(values := answer.columns[args.sort], np.ndarray):
     raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
   dropped = values < args.drop_below
-  write_output(args.output, _ids(answer, _KEYS[by], dropped))
+  output.write_output(args.output, _ids(answer, _KEYS[by], dropped))
   if not dropped.any():
     print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
     return 0
@@ -187,7 +186,7 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
   if args.output is None:
     sys.stdout.write(lines)
     return 0
-  write_output(args.output, lines)
+  output.write_output(args.output, lines)
   share = _token_share(answer, slice(count))
   print(
     f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens, scores from "
