@@ -535,7 +535,9 @@ def test_wrong_settings_of_the_other_types(tmp_path, written):
   assert "b: records of its ArrayRecord files are read as JSON objects" in notes
   hf = written("hf")
   assert "is no folder" in refused(dataset_type="hf", dataset_files=("b=/nowhere",))
-  assert "train_split=dev is no split" in refused(dataset_type="hf", dataset_files=hf.dataset_files, train_split="dev")
+  alone, both = hf.dataset_files
+  assert "train_split=dev is no split" in refused(dataset_type="hf", dataset_files=(both,), train_split="dev")
+  assert "/a; it has train" in refused(dataset_type="hf", dataset_files=(alone,), train_split="dev")
 
 
 def test_reads_that_give_less_than_asked_for_are_continued(tmp_path, monkeypatch):

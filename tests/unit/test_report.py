@@ -446,6 +446,7 @@ def test_command(run_dir, capsys):
   [
     (["nowhere"], "run_dir=nowhere: no such folder"),
     ([str(Path(__file__).parents[1] / "unti")], f"no such folder; nearest is {Path(__file__).parent}"),
+    ([__file__], f"no such folder but a file; use {Path(__file__).parent}"),
     ([".", "--dokuments", "3"], "unknown argument '--dokuments'; did you mean '--documents'?"),
     ([".", "--documents", "-1"], "--documents -1: at least 0"),
     ([], "the following arguments are required: RUN_DIR"),
@@ -455,8 +456,7 @@ def test_command(run_dir, capsys):
 def test_bad_input(argv, line, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   assert report.main(argv) == 2
-  error = capsys.readouterr().err
-  assert line in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+  assert line in (error := capsys.readouterr().err) and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_zero_scored_steps(tmp_path, capsys):

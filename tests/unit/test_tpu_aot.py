@@ -216,6 +216,19 @@ def loop_bodies(text: str) -> list[Body]:
   return bodies
 
 
+def test_the_ledger_and_the_update_read_each_moment_once(compiled_for_tpu):
+  keys = (
+    "base_emb_dim=512", "base_mlp_dim=2048", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=128",
+    "base_num_decoder_layers=2", "vocab_size=16384", "max_target_length=512", "dtype=bfloat16", "ghost_rank=16",
+    "ghost_direction=sgd",
+  )  # fmt: skip
+  text = compiled_step_text(compiled_for_tpu, keys)
+  entry = text[text.index("\nENTRY ") :].splitlines()
+  moments = re.findall(r"([\w.-]+) = f32\[(?:16384,512|2,512,2048)\]\S* parameter\(.*\b[mn]u\W", "\n".join(entry))
+  readers = [[line for line in entry if re.search(rf"[(,] ?%?{re.escape(name)}[,)]", line)] for name in moments]
+  assert len(moments) == 6 and all(len(lines) == 1 and " fusion(" in lines[0] for lines in readers)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "fp8_stochastic"])
 def test_the_estimate_of_a_step_of_rounded_products_is_near_the_compilers(quantization, compiled_for_tpu):
   from maxghost.training.memory import estimate
@@ -264,6 +277,7 @@ def compiled_step(compiled_for_tpu, keys):
   shape = jax.ShapeDtypeStruct((1, cfg.data.max_target_length), jnp.int32)
   batch = {f"{n}{part}": shape for n in ("inputs", "targets") for part in ("", "_position", "_segmentation")}
   graphdef, abstract = state.abstract_split(cfg)
+  val_batches = (batch,) * len(cfg.val_sets) if cfg.ghost.ghost_enabled else ()
   with shardings.tracing_for("tpu"):
-    step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1)
-  return compiled_for_tpu(step, abstract, batch, (), donate=(0,))
+    step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(val_batches), 1))
+  return compiled_for_tpu(step, abstract, batch, val_batches, donate=(0,))

@@ -152,7 +152,9 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def nearest_beside(path: Path, pattern: str = "*/") -> str:
-  """`; nearest is runs/base` for a path that does not exist: for `base`, or what is spelt alike; or nothing."""
+  """`; nearest is runs/base` for a path that does not exist: for `base`, what is spelt alike, or a file in it."""
+  if path.is_file() and pattern == "*/":
+    return f" but a file; use {path.parent}"
   near = sorted(at / path.name for at in path.parent.glob("*/") if not path.exists() and os.path.isdir(at / path.name))
   near += [path.parent / name for name in nearest(path.name, sorted(at.name for at in path.parent.glob(pattern)), 1)]
   return f"; nearest is {near[0]}" if near else ""

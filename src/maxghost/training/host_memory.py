@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost.config import Config, ConfigError
 from maxghost.models import segments, streaming
+from maxghost.optimizers import global_norm
 from maxghost.parallel.shardings import AXES, HOST, map_state
 
 
@@ -80,15 +81,17 @@ def is_stacked(variable: nnx.Variable) -> bool:
   return (variable.get_metadata().get(AXES) or ("",))[0] == "layers"
 
 
-def norm(state: nnx.State, segment_length: int):
-  """Global norm in float32 or wider. Stacked squares are summed by segments in any memory, for the same bits."""
+def norm(state: nnx.State, segment_lengths: tuple[int, ...]):
+  """Global norm in float32 or wider. With segments, squares are summed by these in any memory, for the same bits."""
+  if not segment_lengths:
+    return global_norm(state)
   values = [(v.get_value(), is_stacked(v)) for _, v in nnx.to_flat_state(state)]
   stacked = [x for x, flag in values if flag]
   total = sum((_squares(x) for x, flag in values if not flag), jnp.zeros((), float))
   step = lambda total, _, segment: (total + sum(map(_squares, segment)), None)  # noqa: E731
   for size in sorted({x.shape[0] for x in stacked}):
     group = [x for x in stacked if x.shape[0] == size]
-    total, _ = streaming.loop(step, total, None, segments.split(group, segment_length))
+    total, _ = streaming.loop(step, total, None, segments.split(group, segment_lengths[0]))
   return jnp.sqrt(total)
 
 

@@ -17,6 +17,7 @@ from maxghost.ghost.schedules.base import of_each_set
 from maxghost.models import autodiff, qk_clip
 from maxghost.objectives import create, of_validation
 from maxghost.optimizers import by_label, factor_of, learning_rate_schedule, scaled
+from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.state import referenced
@@ -61,9 +62,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       scored = scorer.score(train_state, split, step_loss, batch, val_batches)
       passed = scored.passed
     norm, clip_factor, apply = _clipped_update(cfg, passed.grads)
+    whole = split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
-    out = {"loss": passed.loss, "grad_norm": norm,
-           "param_norm": _norm(cfg, split.params if cfg.adapter.lora_rank else nnx.state(train_state.model, nnx.Param)),
+    out = {"loss": passed.loss, "grad_norm": norm, "param_norm": host_memory.norm(whole, cfg.model.stacked_segments),
            "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor}  # fmt: skip
     out |= step_loss.reported(passed.loss, passed.metrics)
     columns = {}
@@ -72,9 +73,11 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
       out |= scorer.outputs(scored, batch, learning_rate, norm, clip_factor)
       columns = ledger.with_examples(columns, out.pop("of_clipping", None))
       out |= columns
-    # Without clipping no factor can carry the dependency, and a factor of 1 would change how the update rounds.
+    # Without clipping no factor can carry the dependency, and a factor of 1 would change how the update rounds. XLA's
+    # TPU compiler makes the sums and the update one operation, which reads the arrays once: nothing may lie between.
     waits = cfg.optimizer.gradient_clipping_threshold or (columns and cfg.ghost.ghost_schedule == "reverse_scan")
-    apply(train_state, [out["param_norm"], *columns.values()] if waits else [])
+    one = shardings.platform() == "tpu" and "val_gradient" not in cfg.model.offload_to_host  # which comes last
+    apply(train_state, [out["param_norm"], *columns.values()] if waits and not one else [])
     if cfg.model.use_qk_clip:
       before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
       if scorer is not None:
@@ -86,11 +89,6 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   return step, None if scorer is None else scorer.twin
 
 
-def _norm(cfg: Config, state: nnx.State):
-  segments = cfg.model.stacked_segments
-  return host_memory.norm(state, segments[0]) if segments else optimizers.global_norm(state)
-
-
 def _clipped_update(cfg: Config, grads):
   """(global norm, clipping factor, update(train state, read), which applies the clipped gradient). read: sums over the
   old state, for which the update waits; may be empty without clipping. Otherwise XLA would copy arrays that are read
@@ -98,7 +96,7 @@ def _clipped_update(cfg: Config, grads):
   threshold, segments = cfg.optimizer.gradient_clipping_threshold, cfg.model.stacked_segments
   if not segments:
     grads = jax.lax.optimization_barrier(grads)  # for the bits, as in `clip`; sums by segments have their own
-  norm = _norm(cfg, grads)
+  norm = host_memory.norm(grads, segments)
   clip_factor = factor_of(norm, threshold)
 
   def update(train_state, read) -> None:

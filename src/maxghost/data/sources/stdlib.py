@@ -34,9 +34,10 @@ def load(domains: tuple[str, ...] = (), domain_bytes: int = 0, root: str | os.Pa
   check_known("dataset_domains", chosen, DOMAINS, "dataset_type=stdlib")
   library = Path(root if root is not None else sysconfig.get_path("stdlib"))
   paths = _modules(library)
-  modules = [path for path in paths if not _is_table(path)]
+  tables = [path for path in paths if path.startswith("encodings/") or path in _TABLE_MODULES]
+  modules = [path for path in paths if path not in tables]
   readers = {"code": lambda: _whole("code", library, modules), "docstrings": lambda: _docstrings(library, modules),
-             "manual": _manual, "tables": lambda: _whole("tables", library, filter(_is_table, paths))}  # fmt: skip
+             "manual": _manual, "tables": lambda: _whole("tables", library, tables)}  # fmt: skip
   documents: list[Document] = []
   for domain in chosen:
     if not (taken := take(readers[domain](), domain_bytes, domain, lambda one: len(one.text))):
@@ -57,10 +58,6 @@ def _modules(library: Path) -> list[str]:
     names = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
     found.extend(Path(folder, name).relative_to(library).as_posix() for name in names)
   return sorted(found)
-
-
-def _is_table(path: str) -> bool:
-  return path.startswith("encodings/") or path in _TABLE_MODULES
 
 
 def _read(library: Path, path: str) -> bytes:

@@ -65,9 +65,9 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     hub = "" if folder.is_dir() else " (there is no such folder; on the hub)"
     said = f"{type(error).__name__}: {error.__cause__ or error}"  # the library hides a broken line behind its own error
     raise ConfigError(f"dataset_files={path} cannot be read{hub}: {said}") from error
-  if isinstance(table, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-    _check_split(path, split, table)
-    table = table[split]
+  splits = {str(table.split or "train"): table, "train": table} if not isinstance(table, dict) else table
+  _check_split(path, split, splits)
+  table = splits[split]
   if cap > 0:
 
     def size(numbered: tuple[int, dict[str, Any]]) -> int:
