@@ -58,7 +58,7 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
   lost = f"the run in {existing.path} would be overwritten; choose another run_name"
   if not existing.is_new and not cfg.checkpoint.checkpoint_period:
     raise ConfigError(f"checkpoint_period=0: {lost}")
-  if done and not run_directory.has_checkpoint(existing):
+  if done and not run_directory.has_checkpoint(existing.path):
     raise ConfigError(f"steps={cfg.run.steps}: after {done} steps there is no checkpoint to continue from, and {lost}")
   from maxghost import load_model, trackers
   from maxghost.data import build, rewards, teacher_logits
@@ -74,7 +74,7 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
 
 def _parameters(cfg: Config, existing: Existing) -> Callable | None:
   """A function that opens what the run begins with; None for a run that has a checkpoint and needs it no more."""
-  resumed = run_directory.has_checkpoint(existing)
+  resumed = run_directory.has_checkpoint(existing.path)
   needed = not resumed or cfg.adapter.lora_rank or cfg.reference == "start"
   if not needed or not (cfg.checkpoint.given or cfg.adapter.lora_restore_path):
     return None

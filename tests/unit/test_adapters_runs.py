@@ -65,8 +65,8 @@ def test_a_run_resumes_bit_for_bit_from_adapters_alone(runs, capsys):
   assert compare.main([str(folder / name / "run" / "checkpoints" / last) for name in ("whole", "broken")]) == 0
 
 
-@pytest.mark.parametrize("what", ["changed", "gone"])
-def test_a_base_that_changed_is_one_line(runs, what, capsys):
+@pytest.mark.parametrize("what", ["changed", "gone", "moved"])
+def test_a_base_may_move_but_not_change(runs, what, capsys):
   folder, last = runs
   base, kept = folder / "base", folder / "kept"
   shutil.copytree(folder / "whole", folder / what)
@@ -76,15 +76,17 @@ def test_a_base_that_changed_is_one_line(runs, what, capsys):
     if what == "changed":
       shutil.copytree(folder / "other", base)
     with tiny.cheap_compilation(), tiny.one_device():
-      code = train.main(keys_of(folder / what, base / "run", "steps=6"))
+      code = train.main(keys_of(folder / what, (kept if what == "moved" else base) / "run", "steps=6"))
   finally:
     shutil.rmtree(base, ignore_errors=True)
     kept.rename(base)
   found = capsys.readouterr().err
   if what == "changed":
     assert code == 1 and re.search("gives other frozen arrays than the run in .* began with", found)
-  else:
+  elif what == "gone":
     assert code == 2 and f"there is no model folder {base / 'run'}" in found
+  else:
+    assert code == 0 and config.load(folder / what / "run" / "config.yml").checkpoint.given == str(kept / "run")
 
 
 def opened(*keys) -> tuple[config.Config, dict]:

@@ -136,8 +136,7 @@ class Muon(UpdateRule):
 
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray | None:
     """Of a matrix by the weights of g in N: in its own step b / (1 - b^(t+1)) + 1 / (1 - b^t), k steps later
-    b^(k+1) / (1 - b^(t+k+1)), both times 1 - b, with t = 1 for the first step. None for all, since others are AdamW's.
-    """
+    b^(k+1) / (1 - b^(t+k+1)), both times 1 - b, with t = 1 for the first step. None for all: others are AdamW's."""
     if parameter is None:
       return None
     if not parameter.matrix:

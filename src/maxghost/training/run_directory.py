@@ -25,14 +25,16 @@ CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
 # Keys of a run's location, which do not change its results: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
+# Where weights that no step changes are read from, each time: `CheckpointManager.check_frozen` refuses any others.
+ORIGIN_KEYS = frozenset({"load_parameters_path", "load_full_state_path", "distill_teacher"})
 # Keys that change output, saving or devices, but never a batch or the values computed from it. per_device_batch_size
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
   {*(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
    "per_device_batch_size", "log_period", "eval_interval", "eval_steps", "sample_every", "sample_prompt",
    "enable_tensorboard", "jax_cache_dir", "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
-   "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing",
-   "local_checkpoint_directory", "local_checkpoint_period"}
+   "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing", "local_checkpoint_directory",
+   "local_checkpoint_period"}
 )  # fmt: skip
 
 
@@ -47,8 +49,7 @@ class Existing(NamedTuple):
 
 def inspect(cfg: Config) -> Existing:
   """Reads the run's directory and checks that this command may use it. Writes nothing. Raises ConfigError if the path
-  is not writable, or holds anything but a run whose config differs only in keys that may change (the others are named).
-  """
+  is not writable, or holds anything but a run whose config differs only in keys that may change (it names others)."""
   folder = cfg.run.base_output_directory
   if "://" in folder:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
@@ -66,16 +67,16 @@ def inspect(cfg: Config) -> Existing:
   except ConfigError as error:
     raise ConfigError(*(f"{problem} (the config of the run in {path})" for problem in error.problems)) from error
   changed = config.differing_keys(previous, cfg)
-  _check_changes(path, changed)
+  _check_changes(path, changed, cfg)
   if (now := cfg.parallel.apart) != (before := previous.parallel.apart):
     said = f"dcn_data_parallelism={now}: {path} holds a DiLoCo run of {before} slices, each with parameters of its own"
     raise ConfigError(f"{said}; use dcn_data_parallelism={before} or another run_name")
   return Existing(path, False, changed, _completed_steps(path, previous.run.steps))
 
 
-def has_checkpoint(existing: Existing) -> bool:
-  """Whether the run has a checkpoint, valid or not."""
-  return any(entry.name.isdecimal() for entry in (existing.path / CHECKPOINTS).glob("*"))
+def has_checkpoint(path: Path) -> bool:
+  """Whether the run in `path` has a checkpoint, valid or not."""
+  return any(entry.name.isdecimal() for entry in (path / CHECKPOINTS).glob("*"))
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
@@ -137,11 +138,12 @@ def check_saved(path: Path, saved: Mapping[str, Any], cfg: Config) -> None:
   """Raises ConfigError where config.yml was changed by hand since the checkpoint, which holds `saved`."""
   now = json.loads(json.dumps(cfg.flat()))
   changed = {name: (then, now[name]) for name, then in saved.items() if name in now and then != now[name]}
-  _check_changes(path, {name: pair for name, pair in changed.items() if type(pair[0]) is type(pair[1])})
+  _check_changes(path, {name: pair for name, pair in changed.items() if type(pair[0]) is type(pair[1])}, cfg)
 
 
-def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
-  refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS}
+def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]], cfg: Config) -> None:
+  origins = ORIGIN_KEYS if (cfg.adapter.lora_rank or cfg.reference) and has_checkpoint(path) else frozenset()
+  refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS | origins}
   if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
     del refused["steps"]
   if not refused:

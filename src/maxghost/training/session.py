@@ -183,8 +183,7 @@ class Session:
       tree = restored.tree
       if frozen:
         _, kept = state.saved_parts(self._begun())
-        origin = cfg.optimizer.distill_teacher or cfg.checkpoint.load_parameters_path
-        self._checkpoints.check_frozen(restored, kept, origin)
+        self._checkpoints.check_frozen(restored, kept, cfg.optimizer.distill_teacher or cfg.checkpoint.given)
         tree = state.merged(tree, kept)
       return state.from_tree(tree, plan.state), position
     train_state = self._begun()
