@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from maxghost.optimizers import learning_rate_schedule
 from maxghost.parallel import distributed
 from maxghost.training import metrics
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
@@ -87,6 +88,7 @@ class TrainingLoop:
     self._closing: dict[str, Any] | None = position.closing  # outputs of `step.make_closing` before an outer step
     self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
+    self._rescheduled = position.closing is None and self._has_new_rate(position)
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
       self._last_ready = time.perf_counter()
@@ -108,6 +110,12 @@ class TrainingLoop:
     finally:
       self._sinks.console.stop()
     return Outcome(self._position.completed_steps, self._position.completed_steps < num_steps, tuple(self._seconds))
+
+  def _has_new_rate(self, position: Position) -> bool:
+    """Whether the schedule, with more steps than before, has another rate for the last step than it was taken with."""
+    rate = learning_rate_schedule(self._cfg.optimizer, self._cfg.run.steps)(max(position.completed_steps - 1, 0))
+    taken = (position.pending or {}).get("learning/current_learning_rate", rate)
+    return not np.isclose(taken, rate, rtol=1e-5, atol=0)
 
   # Starting a step.
 
@@ -285,6 +293,9 @@ class TrainingLoop:
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     closing = {name: np.asarray(value) for name, value in self._program.to_host(closing).items()}
+    if self._rescheduled:  # the compiled step derives the last update from its own schedule
+      closing.pop("prev_predicted", None)
+    self._rescheduled = False
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
     for k, (name, before) in enumerate(zip(self._val_sets, self._position.open_loss, strict=True)):
