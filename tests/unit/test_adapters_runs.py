@@ -124,6 +124,14 @@ def test_a_run_begins_with_the_adapters_of_another_on_a_base_in_few_bits(runs, t
   np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
 
 
+def test_a_base_in_host_memory_is_read_and_takes_the_adapters_of_another_run(runs, tmp_path):
+  """Its configuration is valid with adapters alone (two_pass), and so is not that of its base."""
+  keys = keys_of(tmp_path, runs[0] / "base" / "run", f"lora_restore_path={runs[0] / 'whole' / 'run'}")
+  _, wanted = opened(*keys)
+  _, found = opened(*keys, "offload_to_host=[weights]", "segment_lengths=[2]")
+  assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in found)
+
+
 def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_path, capsys):
   """In few bits: what its codes stand for, also of matrices without an adapter."""
   folder, _ = runs

@@ -87,6 +87,13 @@ def test_a_maxtext_name_that_no_run_reads_is_noted(overrides, said):
   assert len(notes) == bool(said) and "".join(notes).startswith(said)
 
 
+def test_maxtext_names_the_loss_of_pairs_in_its_group(tmp_path):
+  (tmp_path / "own.yml").write_text("use_dpo: true\ndpo: {algo: dpo, dpo_beta: 0.2}\n")
+  loss = config.load(tmp_path / "own.yml").optimizer
+  assert (loss.objective, loss.dpo_algo, loss.dpo_beta) == ("dpo", "sigmoid", 0.2)
+  assert config.load(tmp_path / "own.yml", "dpo.algo=orpo").optimizer.dpo_algo == "orpo"
+
+
 def test_values_of_maxtext_names_are_checked():
   for text, told in (
     ("grain_packing_type=best_fit", "is packing=best_fit is not one of first_fit"),

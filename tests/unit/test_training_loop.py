@@ -175,6 +175,9 @@ def make_config(**changes):
     "ghost_val_batch_size": 2,
     "per_device_batch_size": B,
     "max_target_length": T,
+    "learning_rate": 0.05,  # the toy's, in every step
+    "warmup_steps_fraction": 0.0,
+    "lr_schedule_type": "constant",
   }
   return config.replace(config.load(), **(base | changes))
 
@@ -381,6 +384,14 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, whole):
   without_eval = [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in records(folder)]
   assert without_eval == [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in records(whole)]
   assert score_arrays(folder) == score_arrays(whole)
+
+
+def test_no_curvature_of_a_step_whose_rate_the_longer_schedule_changes(tmp_path):
+  """The step after it derives its update from the rate of the new schedule: better none than a wrong one."""
+  for steps in (6, 9):
+    run_toy(tmp_path / "run", make_config(steps=steps, lr_schedule_type="cosine"))
+    known = ["ghost/curvature/manual" in record for record in records(tmp_path / "run")]
+    assert known == [steps == 6 or step != 5 for step in range(steps)]
 
 
 @pytest.mark.parametrize("nan_at", [0, 3, 10])

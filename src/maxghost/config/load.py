@@ -130,8 +130,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
 
 def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str]) -> dict[str, Given]:
   """The keys of `key=value` texts. A value is YAML, except that plain text needs no quotes."""
-  given: dict[str, Given] = {}
-  seen: dict[str, str] = {}
+  given: dict[str, str] = {}
   kinds = {name: other.kind for name, other in renamed.OTHER.items()} | {n: f.type for n, f in fields().items()}
   for text in texts:
     key, equals, value = text.partition("=")
@@ -140,11 +139,10 @@ def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str
     if not equals or not key:
       problems.append(f"'{text}' ({COMMAND_LINE}) is not of the form key=value")
       continue
-    if key in seen and seen[key] != value:
-      notes.append(f"{key}={seen[key]} ({COMMAND_LINE}) is overridden by the later {key}={value}")
-    seen[key] = value
-    given[key] = _read_override(value, kinds.get(key))
-  return given
+    if given.get(key, value) != value:
+      notes.append(f"{key}={given[key]} ({COMMAND_LINE}) is overridden by the later {key}={value}")
+    given[key] = value
+  return {key: _read_override(value, kinds.get(key)) for key, value in given.items()}
 
 
 def _read_override(text: str, kind: Any) -> Given:
@@ -165,9 +163,7 @@ def _read_model_file(name: Given, folders: list[Path], problems: list[str]) -> d
   assert isinstance(name.node, yaml.ScalarNode)
   if (model_name := name.node.value) == "default":
     return {}
-  available: dict[str, Path] = {}
-  for path in (path for folder in folders for path in sorted((folder / "models").glob("*.yml"))):
-    available.setdefault(path.stem, path)
+  available = {path.stem: path for folder in reversed(folders) for path in sorted((folder / "models").glob("*.yml"))}
   if model_name not in available:
     names = ", ".join(["default", *sorted(available)])
     hint = values.did_you_mean(model_name.removesuffix(".yml"), available) or f"; there are {names}"

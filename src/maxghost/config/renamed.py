@@ -21,9 +21,9 @@ def when(value: Any, values: Values, asked: Any, changed: dict[str, Any]) -> dic
   return {key: tuple(new) if isinstance(new, list) else new for key, new in changed.items()} if value == asked else {}
 
 
-def named(value: Any, values: Values, key: str, other: str = "", wanted: Sequence = ()) -> dict[str, Any]:
+def named(value: Any, values: Values, key: str, other: str = "", among: Sequence = ()) -> dict[str, Any]:
   """Another name of a key, or one only where a further key has one of some values."""
-  return {key: value} if not other or (value != () and values[other] in wanted) else {}
+  return {key: SYNONYMS.get(key, {}).get(value, value)} if not other or (value != () and values[other] in among) else {}
 
 
 def offload(value: Any, values: Values, what: str, asked: Any) -> dict[str, Any]:
@@ -101,8 +101,7 @@ def asks_for_nothing(key: str, text: Any) -> bool:
   if not isinstance(text, str):
     return False
   plain = text.strip().lower().removesuffix(".0")
-  same: dict[str, str] = _maxtext()["same"]
-  return any(key in same.get(value, "").split() for value in ("*", "" if plain == "none" else plain))
+  return any(key in _maxtext()["same"].get(value, "").split() for value in ("*", "" if plain == "none" else plain))
 
 
 def unknown(key: str, known: Mapping[str, Any], origin: str = "") -> str:

@@ -13,11 +13,12 @@ import numpy as np
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader
 from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
-from maxghost.config import Config, ConfigError, ModelConfig
+from maxghost.config import ConfigError, ModelConfig
 from maxghost.config.schema import AdapterConfig
 from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.huggingface_config import differing
 from maxghost.interop.linen_scaling import check_unscaled
 
 
@@ -33,7 +34,8 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
   place = model_path.find(path)
   if place.config is None or not place.config.adapter.lora_rank:
     raise LayoutError(f"{path} holds no adapter: it is neither a folder of PEFT nor a run with lora_rank above 0")
-  model_path.configured(place, path, Config(model=model), "the base")  # or these are adapters of another model
+  if unlike := differing(place.config.model, model):
+    raise LayoutError(f"the base is another model than {path}: they differ in {', '.join(unlike)}")
   given, reader, found = place.config.adapter, LayerReader(1 << 30), {}
   held = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).params.leaves
   for (leaf, layer), ref in held.items():

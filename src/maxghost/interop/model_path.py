@@ -75,7 +75,7 @@ def configured(place: ModelPlace, path: str | Path, given: Config | None = None,
 
 def plain(cfg: Config) -> Config:
   """The configuration of the base of a model with adapters."""
-  return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", lora_module_path="")
+  return config.replace(cfg, lora_rank=0, lora_weight_qtype="", lora_restore_path="", offload_to_host=())
 
 
 def with_base(place: ModelPlace, cfg: Config, adapter: str = "") -> tuple[ModelPlace, Config, str]:

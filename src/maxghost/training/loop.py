@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from maxghost.optimizers import learning_rate_schedule
 from maxghost.parallel import distributed
 from maxghost.training import metrics
 from maxghost.training.batches import Fetched, Prefetcher, ValidationRows
@@ -87,6 +88,9 @@ class TrainingLoop:
     self._closing: dict[str, Any] | None = position.closing  # outputs of `step.make_closing` before an outer step
     self._validation.first = position.completed_steps if position.open_loss is None else 0
     num_steps = self._cfg.run.steps
+    rate = learning_rate_schedule(self._cfg.optimizer, num_steps)(max(position.completed_steps - 1, 0))
+    taken = (position.pending or {}).get("learning/current_learning_rate", rate)
+    self._rescheduled = position.closing is None and not np.isclose(taken, rate, rtol=1e-5, atol=0)
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
       self._last_ready = time.perf_counter()
@@ -186,8 +190,7 @@ class TrainingLoop:
     self._read_started()
     self._sinks.watch(None, "samples a text")
     assert self._sampler is not None and self._pending is not None
-    text = self._sampler(self._state)
-    self._pending[metrics.SAMPLE] = text
+    text = self._pending[metrics.SAMPLE] = self._sampler(self._state)
     self._sinks.console.line(f"sample after step {self._pending['step']}: {json.dumps(text, ensure_ascii=False)}")
     self._restart_clock()
 
@@ -248,8 +251,7 @@ class TrainingLoop:
       open_loss = [float(loss) for loss in outputs["val_loss"]]
     self._write_pending()
     record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective)
-    record |= self._plan.rates(seconds)
-    record |= fetched.metrics
+    record |= self._plan.rates(seconds) | fetched.metrics
     if self._rollouts:
       self._rollouts.write(fetched)
     scores = self._sinks.scores
@@ -272,9 +274,8 @@ class TrainingLoop:
 
   def _restart_clock(self) -> float:
     """Seconds since the previous result was ready: the actual time of a step."""
-    now = time.perf_counter()
-    seconds, self._last_ready = now - self._last_ready, now
-    return seconds
+    before, self._last_ready = self._last_ready, time.perf_counter()
+    return self._last_ready - before
 
   def _close_step(self, step: int, closing: dict) -> dict[str, np.ndarray]:
     """Adds to the record of step - 1 the drop since the validation loss was last measured, and its curvature.
@@ -285,6 +286,9 @@ class TrainingLoop:
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     closing = {name: np.asarray(value) for name, value in self._program.to_host(closing).items()}
+    if self._rescheduled:  # the update was taken at another rate than the schedule with more steps says
+      closing.pop("prev_predicted", None)
+    self._rescheduled = False
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
     for k, (name, before) in enumerate(zip(self._val_sets, self._position.open_loss, strict=True)):

@@ -187,14 +187,13 @@ class Session:
         tree = state.merged(tree, kept)
       return state.from_tree(tree, plan.state), position
     train_state = self._begun()
-    if cfg.checkpoint.load_parameters_path:
-      say(f"Starting from the parameters of {cfg.checkpoint.load_parameters_path}")
-    if cfg.adapter.lora_restore_path:
-      say(f"Starting from the adapters of {cfg.adapter.lora_restore_path}")
+    given = {"parameters": cfg.checkpoint.load_parameters_path, "adapters": cfg.adapter.lora_restore_path}
+    for what in filter(given.get, given):
+      say(f"Starting from the {what} of {given[what]}")
     first = 0
-    if given := cfg.checkpoint.load_full_state_path:
+    if path := cfg.checkpoint.load_full_state_path:
       first = int(state.to_tree(train_state)["optimizer"]["step"])
-      say(f"Continuing after the {first} steps of {given}, on data read from the start")
+      say(f"Continuing after the {first} steps of {path}, on data read from the start")
     if not self._existing.is_new:
       say(f"The run was stopped before its first checkpoint: it starts again at step {first}")
     return train_state, Position(completed_steps=first, rows=plan.rows)
