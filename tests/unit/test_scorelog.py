@@ -345,9 +345,20 @@ def test_a_log_without_predicted_and_measured_drops_has_no_ledger(tmp_path, caps
   assert report.main([str(tmp_path)]) == 0
   out, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text("utf-8")
   for text in (out, page):
-    assert "This log holds neither predicted nor measured drops of its steps" in text
+    assert "This log holds no predicted drops of its steps" in text
     assert "over 0 steps" not in text
   assert "Predicted drop" not in out and '"row">Predicted drop' not in page
+
+
+def test_the_loss_after_the_last_step_is_no_step_of_its_own(tmp_path):
+  """Schedule concat logs no prediction by which the report could count the steps."""
+  writer = Writer(tmp_path, period=3)
+  for step in range(2):
+    rows = {"tokens": [7], "loss": [2.5], "dot": [1.0], "contribution": [0.5]}
+    writer.append({"step": step, "loss": 2.5, "val_loss": 3.0 - step}, rows, [("a", "x", 0)])
+  writer.append({"step": 2, "prev_val_loss": 1.0}, {}, [])
+  writer.close()
+  assert summarize(attribution.load(tmp_path)).num_steps == 2
 
 
 @pytest.mark.parametrize("name", ["fingerprint", "direction"])

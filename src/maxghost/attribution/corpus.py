@@ -47,7 +47,7 @@ class Corpus:
 
   @classmethod
   def of_run(cls, cfg: Config, run_dir: Path) -> "Corpus":
-    """What a run has trained on, by its score log: rows with a chunk of it, or where rows are cut from a stream
+    """What a run has trained on, by its score log: its chunks, or where rows are cut from a stream
     (concat_then_split) its documents. Raises ConfigError where there is none."""
     log, trained = scorelog.load(run_dir), set()
     for shard, rows in log.blocks():
@@ -97,6 +97,7 @@ class Corpus:
         places = zip(rows.document.tolist(), rows.offset.tolist(), strict=True)
         known = np.array([(*self.document_id(index), offset) in self._chunks for index, offset in places], bool)
         chosen = np.unique(np.repeat(chosen, np.diff(rows.row_ends, prepend=0))[known])
+        rows = dataclasses.replace(rows, document=np.where(known, rows.document, -1))
       for start in range(0, len(chosen), num_rows):
         numbers = np.arange(start, start + num_rows)
         batch = self._filled(rows, chosen[numbers % len(chosen)], num_rows)

@@ -60,7 +60,7 @@ def lead(part: SetSummary) -> str:
 def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger, with notes on large momentum and on a large rest; or that there is none."""
   if not ledger_lines(ledger):
-    return "This log holds neither predicted nor measured drops of its steps, only the contributions of examples."
+    return "This log holds no predicted drops of its steps, only the contributions of examples."
   steps = counted(len(ledger.steps), "step")
   steps += f" ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else ""
   text = f"The predicted drops of the steps, added up over {steps}."

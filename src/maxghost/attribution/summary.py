@@ -217,16 +217,15 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     ))  # fmt: skip
   num_tokens = int(time.sums_DB("tokens").sum())
   counts = {"score rows": log.num_rows, "scored documents": len(groups), "scored tokens": num_tokens}
-  known, empty = steps[np.isfinite(steps["loss"])], np.zeros(0, np.int64)
+  known, empty = steps[np.isfinite(steps["loss"])], Series(*np.zeros((2, 0), np.int64))
   return Summary(
     name=log.run_dir.resolve().name, run_dir=log.run_dir, messages=messages, sets=sets,
     train_loss=metrics.get("learning/loss", Series(known["step"], known["loss"])),
-    eval_loss=metrics.get("eval/avg_loss", Series(empty, empty)),
-    reward=metrics.get("rollout/reward", Series(empty, empty)),
-    num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(steps), num_documents=len(groups),
-    num_tokens=num_tokens, facts=_facts(log, metrics, counts), config=read_mapping(log.run_dir / "config.yml"),
-    passes=_passes(time), duplicates=_duplicates(source and source.documents, groups),
-    samples=read_samples(log.run_dir / "metrics.jsonl"),
+    eval_loss=metrics.get("eval/avg_loss", empty), reward=metrics.get("rollout/reward", empty),
+    num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(known) or len(steps),
+    num_documents=len(groups), num_tokens=num_tokens, facts=_facts(log, metrics, counts),
+    config=read_mapping(log.run_dir / "config.yml"), passes=_passes(time),
+    duplicates=_duplicates(source and source.documents, groups), samples=read_samples(log.run_dir / "metrics.jsonl"),
   )  # fmt: skip
 
 
