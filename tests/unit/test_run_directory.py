@@ -63,6 +63,28 @@ def test_every_key_is_either_free_to_change_or_refused(tmp_path):
   assert keys.keys() >= run_directory.LOCATION_KEYS
 
 
+@pytest.mark.parametrize(
+  ("keys", "moves", "stays"),
+  [
+    ({"lora_rank": 4}, "load_parameters_path", ""),
+    ({"objective": "distill", "distill_teacher": "a"}, "distill_teacher", "load_parameters_path"),
+    ({}, "", "load_parameters_path"),
+  ],
+)
+def test_only_the_path_of_weights_that_are_compared_may_change(tmp_path, keys, moves, stays):
+  """Those that no step changes. A student is not compared with what it began with."""
+  start(make_config(tmp_path, **keys))
+  for saved in (False, True):
+    for name in filter(None, (moves, stays)):
+      cfg = make_config(tmp_path, **(keys | {name: "b"}))
+      if saved and name == moves:
+        assert name in run_directory.inspect(cfg).changed
+        continue
+      with pytest.raises(ConfigError, match=f"{name}: the run has"):
+        run_directory.inspect(cfg)
+    (tmp_path / "runs" / "one" / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
+
+
 def test_steps_may_grow_and_not_shrink(tmp_path):
   start(make_config(tmp_path, steps=10))
   assert run_directory.inspect(make_config(tmp_path, steps=12)).changed == {"steps": (10, 12)}

@@ -219,7 +219,7 @@ def loop_bodies(text: str) -> list[Body]:
 def test_the_ledger_and_the_update_read_each_moment_once(compiled_for_tpu):
   keys = (
     "base_emb_dim=512", "base_mlp_dim=2048", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=128",
-    "base_num_decoder_layers=2", "vocab_size=16384", "max_target_length=512", "dtype=bfloat16", "ghost_rank=16",
+    "base_num_decoder_layers=2", "vocab_size=16384", "max_target_length=256", "dtype=bfloat16", "ghost_rank=16",
     "ghost_direction=sgd",
   )  # fmt: skip
   text = compiled_step_text(compiled_for_tpu, keys)

@@ -152,7 +152,7 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def nearest_beside(path: Path, pattern: str = "*/") -> str:
-  """`; nearest is runs/base` for a path that does not exist: for `base`, what is spelt alike, or a file in it."""
+  """The end of "does not exist": `; nearest is runs/base` for `base`, or what is spelt alike; for a file its folder."""
   if path.is_file() and pattern == "*/":
     return f" but a file; use {path.parent}"
   near = sorted(at / path.name for at in path.parent.glob("*/") if not path.exists() and os.path.isdir(at / path.name))

@@ -25,8 +25,8 @@ CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
 # Keys of a run's location, which do not change its results: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
-# Where weights that no step changes are read from, each time: `CheckpointManager.check_frozen` refuses any others.
-ORIGIN_KEYS = frozenset({"load_parameters_path", "load_full_state_path", "distill_teacher"})
+# Where a run reads weights that no step changes, each time it starts: `CheckpointManager.check_frozen` refuses others.
+FROZEN_KEYS = {"start": {"load_parameters_path", "load_full_state_path"}, "teacher": {"distill_teacher"}}
 # Keys that change output, saving or devices, but never a batch or the values computed from it. per_device_batch_size
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
@@ -34,8 +34,7 @@ RESUMABLE_KEYS = frozenset(
    "per_device_batch_size", "log_period", "eval_interval", "eval_steps", "sample_every", "sample_prompt",
    "enable_tensorboard", "jax_cache_dir", "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
    "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing", "local_checkpoint_directory",
-   "local_checkpoint_period"}
-)  # fmt: skip
+   "local_checkpoint_period"})  # fmt: skip
 
 
 class Existing(NamedTuple):
@@ -142,8 +141,9 @@ def check_saved(path: Path, saved: Mapping[str, Any], cfg: Config) -> None:
 
 
 def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]], cfg: Config) -> None:
-  origins = ORIGIN_KEYS if (cfg.adapter.lora_rank or cfg.reference) and has_checkpoint(path) else frozenset()
-  refused = {name: pair for name, pair in changed.items() if name not in RESUMABLE_KEYS | LOCATION_KEYS | origins}
+  frozen = {cfg.reference, "start" if cfg.adapter.lora_rank else ""} if has_checkpoint(path) else ()
+  free = (RESUMABLE_KEYS | LOCATION_KEYS).union(*(FROZEN_KEYS.get(what, ()) for what in frozen))
+  refused = {name: pair for name, pair in changed.items() if name not in free}
   if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
     del refused["steps"]
   if not refused:

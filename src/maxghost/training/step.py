@@ -76,8 +76,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     # Without clipping no factor can carry the dependency, and a factor of 1 would change how the update rounds. XLA's
     # TPU compiler makes the sums and the update one operation, which reads the arrays once: nothing may lie between.
     waits = cfg.optimizer.gradient_clipping_threshold or (columns and cfg.ghost.ghost_schedule == "reverse_scan")
-    one = shardings.platform() == "tpu" and "val_gradient" not in cfg.model.offload_to_host  # which comes last
-    apply(train_state, [out["param_norm"], *columns.values()] if waits and not one else [])
+    merged = shardings.platform() == "tpu" and "val_gradient" not in cfg.model.offload_to_host  # which is read late
+    apply(train_state, [out["param_norm"], *columns.values()] if waits and not merged else [])
     if cfg.model.use_qk_clip:
       before = qk_clip.clip(train_state.model, passed.metrics["max_logits_LH"], cfg.model.qk_clip_threshold)
       if scorer is not None:
