@@ -21,6 +21,7 @@ from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, nearest_beside, printable, shown
 from maxghost.interop import model_path
+from maxghost.parallel import heap
 
 EXAMPLES = """\
 examples:
@@ -84,6 +85,7 @@ def _holds_others(folder: Path) -> bool:
 def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
   args = parse(argv)
+  heap.call("mallopt", heap.ARENA_MAX, 1)  # before any library starts threads: theirs would be heaps of XLA's, too
   run_dir, paths = resolve(args.checkpoints)
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
   own = plugins.OBJECTIVES[cfg.optimizer.objective]
@@ -99,11 +101,9 @@ def main(argv: list[str] | None = None) -> int:
   import jax
 
   from maxghost.attribution.corpus import Corpus
-  from maxghost.parallel import heap
   from maxghost.training.devices import configure_jax
 
   configure_jax(cfg)
-  heap.call("mallopt", heap.ARENA_MAX, 1)  # as in training, before XLA starts its threads
   if jax.default_backend() == "cpu":
     heap.keep()
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
