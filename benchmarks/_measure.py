@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from maxghost.config import values
+
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "configs" / "base.yml"
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "torch")
@@ -54,9 +56,14 @@ def planting():
   return importlib.import_module("planting")
 
 
-def arguments(description: str, **options) -> argparse.Namespace:
-  """The command line of a benchmark: `options` (name=default, dashes for underscores), `--json FILE`, and key=value
-  overrides of the configuration."""
+def guarded(main: Callable[[], int | None]) -> int:
+  """Runs a benchmark's `main`; a wrong key or value ends it with one line and exit code 2."""
+  return values.guarded("benchmark")(main)()
+
+
+def arguments(description: str, with_keys: bool = True, **options) -> argparse.Namespace:
+  """The command line of a benchmark: `options` (name=default, dashes for underscores), `--json FILE`, and with_keys
+  key=value overrides of the configuration."""
   parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
   for name, default in options.items():
     flag = "--" + name.replace("_", "-")
@@ -65,7 +72,8 @@ def arguments(description: str, **options) -> argparse.Namespace:
     else:
       parser.add_argument(flag, type=str if default is None else type(default), default=default)
   parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as one line of JSON")
-  parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+  if with_keys:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
   return parser.parse_args()
 
 

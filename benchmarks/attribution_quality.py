@@ -267,7 +267,7 @@ def _models(small: bool):
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, only="", small=False, corpus="", markdown=None)
+  args = _measure.arguments(__doc__, False, only="", small=False, corpus="", markdown=None)
   failed = 0
   text = io.StringIO()
   for name, section in SECTIONS.items():
@@ -293,4 +293,4 @@ def main() -> int:
 
 if __name__ == "__main__":
   with contextlib.suppress(BrokenPipeError):
-    sys.exit(main())
+    sys.exit(_measure.guarded(main))

@@ -41,6 +41,7 @@ LIMITS = {"float32": 1e-5, "float64": 1e-12}
 
 def main() -> int:
   args = _measure.arguments(__doc__, steps=20)
+  configuration.load(str(_measure.BASE), *args.overrides)  # a wrong key ends it here, not after all scores
   rows, figures = [], []
   for dtype in LIMITS:  # float64 comes last: it switches JAX to 64 bits for good
     for direction in ("sgd", "adam", "path"):
@@ -189,4 +190,4 @@ def train(cfg, steps: int) -> list[np.ndarray]:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

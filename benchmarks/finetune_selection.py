@@ -208,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

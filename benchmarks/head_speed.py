@@ -7,6 +7,7 @@ a tiled head forms the logits twice. All contenders take turns; ratios are media
 """
 
 import statistics
+import sys
 
 import _measure
 import jax
@@ -88,4 +89,4 @@ def compiled(function, *arguments):
 
 
 if __name__ == "__main__":
-  raise SystemExit(main())
+  sys.exit(_measure.guarded(main))

@@ -45,7 +45,7 @@ VERBS = {  # function, what else it is given, ends of the names of its source an
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, layers=24, ram_mb=256)
+  args = _measure.arguments(__doc__, False, layers=24, ram_mb=256)
   with tempfile.TemporaryDirectory() as name:
     root, peaks = Path(name), {}
     for size, layers, width in (("small", 1, 64), ("large", args.layers, 1024)):
@@ -101,4 +101,4 @@ def peak(verb: str, source: Path, target: Path, ram: int) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

@@ -67,4 +67,4 @@ def run(depths: int, seed: int, overrides) -> dict:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

@@ -10,6 +10,7 @@ for K validation sets. Exact scores add a product with each direction, and the v
 import math
 import sys
 
+import _measure
 from flax import nnx
 
 from maxghost import config, models, optimizers
@@ -54,4 +55,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  sys.exit(_measure.guarded(lambda: main(sys.argv[1:])))

@@ -107,7 +107,7 @@ def run(folder: Path, seed: int, num_pairs: int, steps: int, share: float) -> di
 
 
 def main() -> int:
-  given = _measure.arguments(__doc__, pairs=400, steps=60, flipped=0.15, seeds=2)
+  given = _measure.arguments(__doc__, False, pairs=400, steps=60, flipped=0.15, seeds=2)
   rows = []
   for seed in range(given.seeds):
     with tempfile.TemporaryDirectory() as folder:
@@ -120,4 +120,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

@@ -104,7 +104,7 @@ def losses(model: str, kind: str, seed: int = 0) -> tuple[float, int]:
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__ or "", model="")
+  args = _measure.arguments(__doc__ or "", False, model="")
   rows, figures, notes = [errors(kind) for kind in ("int8", "fp8")], [], []
   for row in rows:
     figures += [Figure(f"{row['products']}: {name}", row[name], form="{:.4f}") for name in row if name.endswith("rms")]
@@ -121,4 +121,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

@@ -25,7 +25,7 @@ from _measure import Figure
 def main() -> int:
   if sys.argv[1:2] == ["--process"]:
     return one(*sys.argv[2:])
-  args = _measure.arguments(__doc__, mb=400, rounds=5)
+  args = _measure.arguments(__doc__, False, mb=400, rounds=5)
   with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -89,4 +89,4 @@ def one(address: str, folder: str, mb: str, rounds: str, number: str) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

@@ -7,6 +7,7 @@ reference's log-probabilities already. Compiles nothing.
 """
 
 import itertools
+import sys
 
 import _measure
 import jax
@@ -43,7 +44,7 @@ def flops(cfg: config.Config, is_known: bool) -> float:
 
 
 def main() -> None:
-  given = _measure.arguments(__doc__, layers=4)
+  given = _measure.arguments(__doc__, False, layers=4)
   lora = {"lora_rank": 8, "adam_weight_decay": 0.0}
   for (name, keys), rows in itertools.product({"DPO": {}, "DPO with LoRA": lora}.items(), (2, 8)):
     changes = MODEL | PAIRS | keys | {"base_num_decoder_layers": given.layers, "ghost_val_batch_size": rows}
@@ -54,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(_measure.guarded(main))

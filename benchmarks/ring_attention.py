@@ -38,7 +38,7 @@ def gradients(q, k, v, weights, segments):
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__ or "", positions=32768, devices=8)
+  args = _measure.arguments(__doc__ or "", False, positions=32768, devices=8)
   jax.config.update("jax_num_cpu_devices", args.devices)
   arrays, segments = row(args.positions)
   expected = jax.jit(gradients)(*arrays, segments)
@@ -62,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

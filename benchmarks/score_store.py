@@ -46,7 +46,7 @@ open({page!r}, "w").write(page)
 
 
 def main() -> int:
-  args = _measure.arguments(__doc__, rows=100_000_000, documents=1_000_000, folder="")
+  args = _measure.arguments(__doc__, False, rows=100_000_000, documents=1_000_000, folder="")
   folder = Path(tempfile.mkdtemp(prefix="score_store_", dir=args.folder or None))
   try:
     rows, figures, notes = measure(folder, args.rows, args.documents)
@@ -134,4 +134,4 @@ def open_in_browser(page: Path, folder: Path) -> float | None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

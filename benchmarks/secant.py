@@ -116,4 +116,4 @@ def length(a: dict):
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

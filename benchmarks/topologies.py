@@ -254,4 +254,4 @@ def figures(results: list[dict], start: dict | None) -> list[Figure]:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(_measure.guarded(main))

@@ -95,6 +95,18 @@ def test_auto_follows_the_optimizer(model, oracle):
   assert (changed.b1, changed.b2, changed.eps) == (0.8, 0.9, 1e-3)
 
 
+def test_a_configuration_names_the_direction():
+  def made(**keys):
+    return ghost.GhostEngine(tiny.make_config(**keys))
+
+  assert made().spec.rule.direction == "sgd"  # auto would need the optimizer's state
+  assert made(ghost_direction="adam").spec.rule.direction == "adam"
+  assert made(ghost_curvature="hessian").second_order and made(ghost_direction="second_order").second_order
+  assert not ghost.GhostEngine(tiny.make_config(ghost_curvature="hessian"), direction="sgd").second_order
+  with pytest.raises(ValueError, match=r"^ghost_curvature=secant compares steps.*'second_order'"):
+    made(ghost_curvature="secant")
+
+
 @pytest.mark.parametrize("direction", ["sgd", "second_order"])
 def test_scores_are_slopes_along_the_direction(direction):
   """Central differences of every example's loss along u, in float64: no derivative of ours is involved but u."""

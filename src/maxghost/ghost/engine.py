@@ -67,9 +67,9 @@ class GhostResult:
 class GhostEngine:
   """Scores training examples by the dot product of their gradient with a validation direction.
 
-  GhostEngine(cfg), or GhostEngine(schedule="two_pass", direction="sgd", rank=0, engine="graddotprod", exclude=(),
-  per_position=False). Raises ValueError for an unknown name (with the nearest one), an unsupported combination, and
-  whatever `attach` raises for the model.
+  Arguments that are None are those of cfg, where ghost_direction=auto, the default, is 'sgd', which needs no state.
+  Raises ValueError for an unknown name (with the nearest one), an unsupported combination, and whatever `attach` raises
+  for the model.
 
   Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions are
   the same if their code is, and their closures, defaults and objects hold the same arrays and other values; globals are
@@ -87,8 +87,11 @@ class GhostEngine:
     self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
     self._schedule = self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
-    direction = _known("direction", direction or "sgd", plugins.DIRECTIONS)
-    direction, curvature = plugins.directed(direction, "none")
+    curvature = "none" if direction else cfg.ghost.ghost_curvature
+    direction = _known("direction", direction or cfg.ghost.ghost_direction.replace("auto", "sgd"), plugins.DIRECTIONS)
+    direction, curvature = plugins.directed(direction, curvature)
+    if curvature == "secant":
+      raise ValueError("ghost_curvature=secant compares steps of a run; give a direction=, such as 'second_order'")
     self.second_order = curvature == "hessian"
     self.spec = direction_spec(cfg, direction, self.rank, curvature)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
