@@ -97,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
   num_slots = cache_size(args, cfg, max(map(len, prompts)))
   layout = load_model.layout_of(cfg)
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter, layout)
-  generator = Generator(graphdef, num_slots, sampling=sampling, stop_ids=sorted(stop_ids))
   rows = [Row(tokenizer, stop_ids, args.stop, prompt) for prompt in prompts]
+  generator = Generator(graphdef, num_slots, sampling=sampling, stop_ids=sorted(rows[0].stop_ids))
   asked = [f"{text}\n" for text in texts] if args.chat else texts
   with shardings.use(layout):
     _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
@@ -126,7 +126,7 @@ def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer, place) -> 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
   try:
-    text = args.prompts.read_text(encoding="utf-8") if args.prompts else ""
+    text = args.prompts.read_text(encoding="utf-8-sig") if args.prompts else ""
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
   if not (texts := [*args.prompt, *(text.removesuffix("\n").split("\n") if text else [])]):

@@ -88,7 +88,11 @@ def test_what_is_trained():
     whole, trained = encode(made, prompt=TURNS[:4], completion=TURNS[4:])
     assert whole == encode(made, messages=TURNS)[0] and trained.strip() in ("four$", "four$\n")
     ids, weights = made.encode(json.dumps({"messages": TURNS[1:3]}).encode())
-    assert made.prompt("1+1?") == ids[: np.flatnonzero(weights)[0]].tolist()
+    first = np.flatnonzero(weights)[0] + (made.template is None)  # behind the space between role and content
+    assert made.prompt("1+1?") == ids[:first].tolist()
+    answer = [*made.tokenizer.encode([b"two \xc3\xbc"])[0]]
+    again = made.prompt([*TURNS[1:2], {"role": "assistant", "content": "two ü"}, {"role": "user", "content": "?"}])
+    assert again[: first + len(answer)] == [*made.prompt("1+1?"), *answer], "an answer comes back as it was generated"
     assert made.end_ids() == {made.tokenizer.eos_id}
   assert encode(rendering(PLAIN), prompt="1+1=", completion="2") == ("^1+1=2$", "2$")
   assert encode(rendering(add_bos=False, add_eos=False), prompt="1+1=", completion="2")[1] == "2"

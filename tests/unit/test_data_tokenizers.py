@@ -290,6 +290,10 @@ def test_segments_of_text_that_a_tokenizer_composes_lead_to_their_bytes(made, tm
 def test_specials(made, tmp_path):
   bpe = load(made, "huggingface")
   assert (bpe.bos_id, bpe.eos_id, bpe.pad_id, bpe.vocab_size) == (0, 1, 2, 300)
+  for kind in ("huggingface", "tiktoken", "sentencepiece"):
+    tokenizer = load(made, kind)
+    assert {tokenizer.bos_id, tokenizer.eos_id} <= {*tokenizer.specials.values()}, kind
+    assert not any(map(tokenizer.piece, tokenizer.specials.values())), kind
   llama = load(made, "tiktoken")
   assert (llama.bos_id, llama.eos_id, llama.vocab_size) == (261, 262, 263)
   (tmp_path / "tokenizer.json").write_bytes((Path(made["huggingface"]) / "tokenizer.json").read_bytes())

@@ -48,7 +48,7 @@ def run(folder, *arguments) -> int:
   return generate.main([str(folder), "--config", str(folder / "byte.yml"), *map(str, arguments)])
 
 
-def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
+def test_the_command_prints_the_greedy_continuation(folder, capsysbinary, monkeypatch):
   assert run(folder, "--prompt", "ab", "--max_new_tokens", 5) == 0
   out, err = capsysbinary.readouterr()
   graphdef, state = load_model.load(*load_model.find(folder, folder / "byte.yml"))
@@ -56,6 +56,9 @@ def test_the_command_prints_the_greedy_continuation(folder, capsysbinary):
   ids = progress.row(0)
   assert out == b"ab" + bytes(ids[ids < 256].tolist()).decode("utf-8", "replace").encode() + b"\n"
   assert b"5 tokens for 1 prompt;" in err and b"tokens/s" in err
+  monkeypatch.setattr(ByteTokenizer, "specials", {"<|turn|>": int(ids[2])})  # has no text in which it could be found
+  assert run(folder, "--prompt", "ab", "--max_new_tokens", 5, "--stop", "<|turn|>") == 0
+  assert capsysbinary.readouterr()[0] == b"ab" + bytes(ids[:2].tolist()).decode("utf-8", "replace").encode() + b"\n"
 
 
 @pytest.mark.parametrize("name", ["tensor 4 x data 2", "fsdp 4 x tensor 2"])
@@ -102,7 +105,7 @@ def test_a_question_is_asked_in_the_template_and_answered_on_a_line_of_its_own(f
   assert run(folder, "--prompt", "1+1?", "--chat", "--max_new_tokens", 3) == 0
   out, _ = capsysbinary.readouterr()
   graphdef, state = load_model.load(*load_model.find(folder, folder / "byte.yml"))
-  asked = [256, *b"user: 1+1?\nassistant:"]
+  asked = [256, *b"user: 1+1?\nassistant: "]
   ids = Generator(graphdef, 64, stop_ids=[257]).generate(state, [asked], 3).row(0)
   assert out == b"1+1?\n" + bytes(ids[ids < 256].tolist()).decode("utf-8", "replace").encode() + b"\n"
 
@@ -132,7 +135,7 @@ def test_several_prompts_come_one_below_the_other(folder, tmp_path, capsysbinary
 
 
 def test_only_line_feeds_end_the_prompts_of_a_file(tmp_path):
-  (tmp_path / "prompts.txt").write_bytes("a\x0cb\u2028c\x85d\r\n\ne".encode())
+  (tmp_path / "prompts.txt").write_bytes("\ufeffa\x0cb\u2028c\x85d\r\n\ne".encode())  # begins as on Windows
   asked = generate.parse(["model", "--prompts", str(tmp_path / "prompts.txt")])
   assert generate._prompts(asked) == ["a\x0cb\u2028c\x85d", "", "e"]
   (tmp_path / "prompts.txt").write_text("")
@@ -142,6 +145,8 @@ def test_only_line_feeds_end_the_prompts_of_a_file(tmp_path):
 
 class Letters:
   """A tokenizer for the test: an id is a byte."""
+
+  specials = ()
 
   def decode(self, ids):
     return bytes(ids)

@@ -84,7 +84,7 @@ def test_of_alternatives_with_one_text_the_likeliest_is_told():
 
 def test_the_official_client_chats_and_streams(client):
   messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]
-  expected = "system: s\nuser: 1+1?\nassistant:"
+  expected = "system: s\nuser: 1+1?\nassistant: "
   got = client.chat.completions.create(
     model="echo", messages=messages, logprobs=True, top_logprobs=3, max_completion_tokens=99, temperature=0, top_p=0.5
   )
@@ -120,11 +120,14 @@ def test_what_is_asked_reaches_the_batcher(client, batcher):
   assert (one.prompt, one.max_tokens, one.stop, one.ignore_stop_ids) == ((256, 65), 9, ("x", "yz"), True)
   assert (one.seed, two.seed, one.logprobs) == (7, 8, 0)
   neutral = {"parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"], "audio": None}
+  neutral |= {"prompt_cache_key": None}
   client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "a"}], **neutral)
   chat = batcher.jobs[-1].request
   assert chat.max_tokens == 400 - len(chat.prompt) and chat.sampling.temperature == 1.0  # OpenAI's defaults
   client.completions.create(model="echo", prompt="a" * 390)
   assert batcher.jobs[-1].request.max_tokens == 9  # 16, or what the cache leaves
+  client.completions.create(model="echo", prompt=["ab"] * 3)
+  assert len({job.request.seed for job in batcher.jobs[-3:]}) == 3, "equal prompts would have equal texts"
 
 
 def test_errors_are_of_the_right_class(client):
@@ -343,7 +346,7 @@ def test_sources_of_an_answer():
     ask = lambda **body: call(port, "/v1/sources", body)  # noqa: E731
     assert ask(prompt="ab", answer="cd") == (200, {"documents": [], "seconds": 0.5})
     assert ask(messages=MESSAGES, answer=[99, 262, 257], top=3)[0] == 200
-    rendered = [256, *b"user: a\nassistant:"]
+    rendered = [256, *b"user: a\nassistant: "]
     assert asked == [([256, 97, 98], [99, 100], 10), (rendered, [99, 262, 257], 3)]
     assert ask(prompt="a", answer="b", top=99)[1]["error"]["message"] == "the index has other weights"
     wrong = (
@@ -394,7 +397,7 @@ def test_the_example_of_the_docs_runs(capsys):
     exec(code.replace(":8000", f":{port}"), {})
     asked = re.search(r"-d '(.*?)'", page)[1]
     assert call(port, COMPLETIONS, asked.encode())[1]["choices"][0]["text"] == "def main("
-  assert capsys.readouterr().out == "def main( 10\nuser: What is a generator?\nassistant:"
+  assert capsys.readouterr().out == "def main( 10\nuser: What is a generator?\nassistant: "
 
 
 def test_the_page_has_the_colours_of_the_report():

@@ -366,6 +366,9 @@ def test_engines_that_cannot_be_made(model, served):
 class Letters:
   """A tokenizer for the test: an id is a byte; 250 cannot be decoded."""
 
+  def __init__(self):
+    self.specials = {"<|turn|>": 8}
+
   def decode(self, ids):
     if 250 in list(ids):
       raise RuntimeError("250 has no text")
@@ -440,6 +443,9 @@ def test_texts_end_where_they_should(scripted):
   texts, count, finish = pieces(asked(b"so ENxEND more", 30, stop=("END",)))
   assert ("".join(texts), count, finish) == ("so ENx", 9, "stop")
   assert pieces(asked(b"ab\x07cd", 9))[1:] == (3, "stop")
+  for ignored in (False, True):
+    request = asked(b"ab\x08cd", 9, stop=("<|turn|>",), ignore_stop_ids=ignored)
+    assert pieces(request)[1:] == (3, "stop"), "a special token has no text in which it could be found"
   texts, count, finish = pieces(asked(b"ab\x07cd", 5, ignore_stop_ids=True))
   assert ("".join(texts), count, finish) == ("ab\x07cd", 5, "length")
   assert pieces(asked("é".encode()[:1], 1)) == (["\ufffd"], 1, "length")

@@ -166,5 +166,4 @@ def _log_of(run_dir: Path, index_dir: Path) -> tuple[attribution.ScoreLog | None
 
 def _best(score_N: np.ndarray, num: int) -> list[int]:
   """The places of the largest, largest first."""
-  first = np.argpartition(-score_N, num)[:num] if num < len(score_N) else np.arange(len(score_N))
-  return first[np.argsort(-score_N[first], kind="stable")].tolist()
+  return np.argsort(-score_N, kind="stable")[:num].tolist()

@@ -128,7 +128,7 @@ class Rendering:
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
     if self.template is None:
       turns = self._turns([*asked, {"role": "assistant", "content": ""}])
-      return self._joined(turns[:-2])[0].tolist()  # without the answer's text and end
+      return self._joined(turns[:-1])[0].tolist()  # up to the space before the answer, without its end
     return self.tokenizer.encode_template(self.template.render(asked, prompt=True))[0].tolist()
 
   def end_ids(self) -> set[int]:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Tokenizer:
   pad_id: int
   fingerprint: str  # changes with the vocabulary
   byte_table: np.ndarray | None = None
+  specials: Mapping[str, int] = {}  # ids of tokens that no text spells
   normalizes: bool = False  # whether it may change text that the probe lacks, such as letters with combining marks
   _pieces: list[bytes | None]
   _spelled: Callable[[int], str] = str  # a token as the vocabulary of a tokenizer without byte_table spells it
@@ -156,8 +157,9 @@ class HuggingFaceTokenizer(Tokenizer):
     self.normalizes, vocab = self._inner.normalizer is not None, self._inner.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     self._set_specials(vocab, file.parent / "tokenizer_config.json")
+    added = self._inner.get_added_tokens_decoder()
+    self.specials = {token.content: number for number, token in added.items() if token.special}
     if '"ByteLevel"' in raw.decode("utf-8"):
-      added = self._inner.get_added_tokens_decoder()
       pieces: list[bytes | None] = [None] * self.vocab_size
       decoder = byte_level_alphabet()
       for token, number in vocab.items():
@@ -213,6 +215,7 @@ class SentencePieceTokenizer(Tokenizer):
     specials = (self._inner.bos_id(), self._inner.eos_id(), self._inner.pad_id())
     self.bos_id, self.eos_id, pad = (None if number < 0 else number for number in specials)
     self.pad_id = pad if pad is not None else self.eos_id or 0
+    self.specials = {self._spelled(i): i for i in range(self.vocab_size) if self._inner.is_control(i)}
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.array(ids, np.int32) for ids in self._inner.encode([text.decode("utf-8") for text in texts])]
@@ -238,9 +241,8 @@ class TiktokenTokenizer(Tokenizer):
     self._inner = (_tiktoken_file if os.path.isfile(path) else _tiktoken_name)(tiktoken, path)
     self.name, self.path = path, Path(path)
     self.vocab_size = self._inner.n_vocab
-    self._specials = {name: self._inner.encode_single_token(name) for name in sorted(self._inner.special_tokens_set)}
-    self._set_specials(self._specials)
-    self.pad_id = self.eos_id or 0
+    self.specials = {name: self._inner.encode_single_token(name) for name in sorted(self._inner.special_tokens_set)}
+    self._set_specials(self.specials)
     values = self._inner.token_byte_values()
     pieces = {self._inner.encode_single_token(piece): piece for piece in values}
     self.fingerprint = _digest(b"".join(len(piece).to_bytes(4, "little") + piece for piece in values))
@@ -251,7 +253,7 @@ class TiktokenTokenizer(Tokenizer):
     stem = Path(self.name).stem
     ranks = [base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(self._pieces) if piece is not None]
     (folder / f"{stem}.tiktoken").write_bytes(b"".join(ranks))
-    rules = {"ranks": f"{stem}.tiktoken", "split": self._inner._pat_str, "special_tokens": self._specials}
+    rules = {"ranks": f"{stem}.tiktoken", "split": self._inner._pat_str, "special_tokens": self.specials}
     (folder / f"{stem}.encoding.json").write_text(json.dumps(rules, indent=2) + "\n", encoding="utf-8")
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:

@@ -50,10 +50,11 @@ class Piece:
 
 
 class Row:
-  """The growing text of one row behind the ids of its prompt; it ends before the first of `stop_texts`."""
+  """The growing text of a row behind the ids of its prompt; it ends at stop_ids, or before the first of stop_texts."""
 
   def __init__(self, tokenizer, stop_ids: Collection[int], stop_texts: Sequence[str], prompt: Sequence[int] = ()):
-    self._tokenizer, self._stop_ids, self._stop_texts = tokenizer, stop_ids, tuple(stop_texts)
+    self._tokenizer, self._stop_texts = tokenizer, tuple(stop_texts)
+    self.stop_ids = {*stop_ids, *(tokenizer.specials[text] for text in stop_texts if text in tokenizer.specials)}
     self.text, self.num_tokens, self.ended = "", 0, False
     self._before, self._whole, self._places = prompt[-8:], "", (0, 0)  # ids; whole characters; ids of their end
 
@@ -62,7 +63,7 @@ class Row:
     if self.ended:
       return ""
     self.num_tokens = len(ids)
-    text = self._decode(ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids)
+    text = self._decode(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
     if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
       text, self.ended = text[: min(found)], True
     elif not last:
@@ -101,12 +102,12 @@ class Job:
     """Ends it with finish "cancelled" and frees its slot, within a decode step; nothing if it has ended."""
     self.cancelled = True
 
-  def take(self, result: Result, row: int, stop_ids: Collection[int]) -> Piece:
+  def take(self, result: Result, row: int) -> Piece:
     """For the Batcher: the piece of a new token."""
     self._ids.append(token := int(result.ids_B[row]))
     if (logp := float(result.logps_B[row])) != logp:
       raise ValueError("the log-probability of a token is NaN: the weights of the model may have diverged")
-    is_stop = token in stop_ids and not self.request.ignore_stop_ids
+    is_stop = token in self._row.stop_ids
     is_full = len(self._ids) == self.request.max_tokens
     text = self._row.take(self._ids, last=is_stop or is_full)
     finish = "stop" if is_stop or self._row.ended else "length" if is_full else ""
@@ -216,12 +217,11 @@ class Batcher:
           self._reading = self._waiting.popleft()
       for job in gone:
         self._give(job, Piece("", finish="cancelled"))
-      if not (self._waiting or self._running or self._reading):
-        if self._closing:
-          return
-        continue
-      state = self._engine.init_decode_state() if state is None else state
-      state = self._decode(self._read(state))
+      if self._waiting or self._running or self._reading:
+        state = self._engine.init_decode_state() if state is None else state
+        state = self._decode(self._read(state))
+      elif self._closing:
+        return
 
   def _read(self, state: DecodeState) -> DecodeState:
     """Reads a chunk of the prompt that is being read; the last chunk puts it into a slot."""
@@ -233,7 +233,7 @@ class Batcher:
       if job.cancelled or self._aborted:
         piece = Piece("", finish="cancelled")
       elif result := self._engine.read(self._params, prefix):
-        piece = job.take(result, 0, self._stop_ids)
+        piece = job.take(result, 0)
     except Exception as error:  # of this request alone
       piece = _failed(error)
     counters.prefill_seconds += time.perf_counter() - begin
@@ -262,7 +262,7 @@ class Batcher:
       self._counters.decode_seconds += time.perf_counter() - begin
       for slot in self._running.keys() - pieces.keys():
         try:
-          pieces[slot] = self._running[slot].take(result, slot, self._stop_ids)
+          pieces[slot] = self._running[slot].take(result, slot)
         except Exception as error:  # of this request alone
           pieces[slot] = _failed(error)
     for slot, piece in pieces.items():

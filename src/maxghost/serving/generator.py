@@ -59,7 +59,6 @@ class Generator:
   ):  # fmt: skip
     self._graphdef, self._cache_size, self._sharding = graphdef, cache_size, sharding
     self._sampling, self._stop_ids = sampling or Sampling(), np.unique(np.array(stop_ids, np.int32))
-    self._start = jax.jit(self._read_prompts, static_argnums=4)
     self._compiled: dict[tuple, Callable] = {}
     self.seconds = Seconds()
 
@@ -81,7 +80,7 @@ class Generator:
     self.seconds, key = Seconds(), (tokens_BT.shape, num_new)
     keys_B = jax.random.split(jax.random.key(seed), len(prompts)) if keys_B is None else keys_B
     arguments = (state, tokens_BT, lengths_B, keys_B)
-    start = self._compile(("start", *key), self._start, *arguments, num_new)
+    start = self._compile(("start", *key), jax.jit(self._read_prompts, static_argnums=4), *arguments, num_new)
     begin = time.perf_counter()
     progress = _progress(loop := start(*arguments))
     self.seconds.prompt = time.perf_counter() - begin
@@ -148,14 +147,13 @@ class Generator:
 
   def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:
     logits_BV, kept = add_token(nnx.merge(self._graphdef, state), loop["token_B"], loop["length_B"], loop["kept"])
-    seen_BV = loop["seen_BV"]
-    token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling, seen_BV)
+    token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling, loop["seen_BV"])
     running_B = ~loop["done_B"]
     token_B, logp_B = jnp.where(running_B, token_B, 0), jnp.where(running_B, logp_B, 0)
     put = lambda all_BN, new_B: jax.lax.dynamic_update_index_in_dim(all_BN, new_B, loop["num_B"], 1)  # noqa: E731
     return loop | {
-      "seen_BV": _with(seen_BV, token_B), "kept": kept, "length_B": loop["length_B"] + running_B, "token_B": token_B,
-      "ids_BN": put(loop["ids_BN"], token_B), "logps_BN": put(loop["logps_BN"], logp_B),
+      "seen_BV": _with(loop["seen_BV"], token_B), "kept": kept, "length_B": loop["length_B"] + running_B,
+      "token_B": token_B, "ids_BN": put(loop["ids_BN"], token_B), "logps_BN": put(loop["logps_BN"], logp_B),
       "counts_B": loop["counts_B"] + running_B, "done_B": loop["done_B"] | jnp.isin(token_B, self._stop_ids),
       "num_B": loop["num_B"] + 1,
     }  # fmt: skip

@@ -63,10 +63,11 @@ SOURCES = {"model": (str, None), "prompt": (object, None), "messages": (list, No
 SOURCES |= {"top": (int, 10, 1, 100)}
 # parameters of OpenAI's API that this server does not offer, with the value that has no effect
 _NEUTRAL = {
-  "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": "",
-  "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
+  "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "audio": None,
+  "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {}, "suffix": "",
   "functions": [], "function_call": "none", "parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"],
-  "audio": None, "prediction": None, "reasoning_effort": None, "verbosity": None, "web_search_options": None,
+  "prediction": None, "reasoning_effort": None, "verbosity": None, "web_search_options": None, "moderation": None,
+  "safety_identifier": None, "prompt_cache_key": None, "prompt_cache_retention": None, "prompt_cache_options": None,
 }  # fmt: skip
 _KINDS = {
   int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "an object",
@@ -177,11 +178,11 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
     raise Refused(str(error), str(error).partition("=")[0]) from error
   if is_greedy:  # the likeliest token, which survives every cut
     sampling = Sampling(repetition_penalty=sampling.repetition_penalty)
-  seed = random.getrandbits(30) if values["seed"] is None else values["seed"]
+  seeds = [random.getrandbits(30) if values["seed"] is None else values["seed"] for _ in prompts]
   stop, tops = tuple(filter(None, stop)), values["top_logprobs"] if chat else values["logprobs"] or 0
   lengths = [most or min(served.size - len(prompt), served.size if chat else 16) for prompt in prompts]
   return [
     Request(tuple(ids), new, sampling, seed + i, stop, tops, values["ignore_eos"])
-    for ids, new in zip(prompts, lengths, strict=True)
+    for ids, new, seed in zip(prompts, lengths, seeds, strict=True)
     for i in range(values["n"])
   ]
