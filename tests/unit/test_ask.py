@@ -87,7 +87,7 @@ def document_gradients(cfg, point, corpus, rows):
   for row, slot in zip(*np.nonzero(batch.document_BS >= 0), strict=True):
     leaves = jax.tree.leaves(gradient(params, batch.arrays, row, slot + 1))
     flat = np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
-    key = corpus.document_id(batch.document_BS[row, slot]).path, int(batch.offset_BS[row, slot])
+    key = corpus.source.document_id(batch.document_BS[row, slot]).path, int(batch.offset_BS[row, slot])
     found[key], total = flat, total + flat
     count += int((batch.arrays["targets_segmentation"][row] == slot + 1).sum())
   clip = min(1.0, cfg.optimizer.gradient_clipping_threshold / np.linalg.norm(total / count))
@@ -333,7 +333,7 @@ def test_a_chunk_beside_one_that_was_trained_on_is_not_indexed(tmp_path):
   (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": one * 31}) + "\n" for one in "ab"))
   corpus = Corpus((f"notes={tmp_path}/notes.jsonl",), CFG.data, "--data")
   corpus.layout = dataclasses.replace(corpus.layout, max_segments=2)
-  first, second = (tuple(corpus.document_id(n)) for n in range(2))
+  first, second = (tuple(corpus.source.document_id(n)) for n in range(2))
   corpus._trained, corpus._chunks = {first, second}, {(*first, 23), (*second, 0)}
   named = [(b.document_BS[at], b.offset_BS[at]) for b in corpus.batches(1) for at in [b.document_BS >= 0]]
   assert {pair for documents, offsets in named for pair in zip(documents, offsets, strict=True)} == {(0, 23), (1, 0)}

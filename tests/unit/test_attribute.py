@@ -162,7 +162,7 @@ def test_every_document_is_scored_as_the_next_step_would(cfg, corpora, queries, 
         document = batch.document_BS[row, segment - 1]
         if document >= 0:
           chunk = int(batch.offset_BS[row, segment - 1])
-          expected[point.step, *corpora[0].document_id(document), chunk] = 0.25 * value
+          expected[point.step, *corpora[0].source.document_id(document), chunk] = 0.25 * value
   names = ("step", "domain", "path", "offset", "chunk")
   keys = list(zip(*(np.asarray(log[name]).tolist() for name in names), strict=True))
   assert sorted(keys) == sorted(expected) and count == len(expected) / 2 >= 6

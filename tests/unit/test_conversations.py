@@ -18,7 +18,7 @@ import tokenizers
 from maxghost import config, data
 from maxghost.config import ConfigError
 from maxghost.data import chat
-from maxghost.data.conversations import Rendering, readable
+from maxghost.data.conversations import Rendering
 from maxghost.data.tokenizers import ByteTokenizer, load_tokenizer
 
 WORDS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -201,7 +201,7 @@ def test_a_corpus_and_its_batches(corpus):
   assert dataset.source.domains == ("sums", "words", "twice") and dataset.source.fields == ("id",)
   assert [entry.documents for entry in dataset.summary()] == [21, 6, 7]
   assert {dataset.document_record(n)[3] for n in range(len(dataset.source))} >= {"s0", "w0", "0", "s30"}
-  assert readable(dataset.document(33).text) == b"user: 6*2?\nassistant: 12"
+  assert dataset.parts[0].cutter(33)(0, 99) == "user: 6*2?\nassistant: 12"
   made, seen = Rendering.of(corpus, ByteTokenizer()), []
   state = json.loads(json.dumps(dataset.train.state()))
   batches = [next(dataset.train) for _ in range(9)]

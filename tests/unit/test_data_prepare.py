@@ -10,13 +10,15 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
+from array_record.python import array_record_module
 
 from maxghost import config, data
 from maxghost.config import ConfigError
 from maxghost.data import __main__ as data_command
-from maxghost.data import prepare, prepared
+from maxghost.data import packing, prepare, prepared
 from maxghost.data.sources import open_source, stdlib, synthetic
-from maxghost.data.tokenizers import load_tokenizer
+from maxghost.data.tokenizers import byte_level_alphabet, load_tokenizer
 from maxghost.data.types import Document
 
 BASE = dataclasses.replace(config.load().data, ghost_val_sets=("words",), max_target_length=64)
@@ -198,6 +200,41 @@ def test_a_tokenizer_that_normalizes_keeps_the_places(tmp_path):
   assert segments[0] == segments[1] and len({offset for _, offset in segments[0]}) > 10
 
 
+def byte_level(folder, normalizer=None, add_prefix_space=False):
+  """Keys of a byte-level tokenizer without merges, with a table of the bytes of its tokens."""
+  alphabet = {letter: n for n, letter in enumerate(byte_level_alphabet())}
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet | {"<s>": 256, "</s>": 257}, []))
+  inner.add_special_tokens(["<s>", "</s>"])
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+  if normalizer:
+    inner.normalizer = normalizer
+  inner.save(str(folder / "tokenizer.json"))
+  return {"tokenizer_type": "huggingface", "tokenizer_path": str(folder / "tokenizer.json"), "max_target_length": 16}
+
+
+@pytest.mark.parametrize(
+  "more", [{"normalizer": tokenizers.normalizers.NFC()}, {"add_prefix_space": True}], ids=lambda more: next(iter(more))
+)
+def test_a_tokenizer_with_a_table_that_changes_text_keeps_the_places(more, tmp_path):
+  """Half of the texts have decomposed letters, so that blocks with and without sizes are read together."""
+  keys = byte_level(tmp_path, **more)
+  towns = [("plain", "zurich"), ("words", "zu\u0308rich")]
+  documents = [
+    Document(name, f"f{n}", 0, f"{town}, text {n} of words".encode()) for name, town in towns for n in range(20)
+  ]
+  source = data.DocumentList(documents, ("plain", "words"))
+  cfg = dataclasses.replace(BASE, **keys)
+  prepare.prepare(source, cfg, str(tmp_path / "out"))
+  tokenizer = load_tokenizer("huggingface", keys["tokenizer_path"])
+  assert tokenizer.byte_table is not None
+  direct = data.make_dataset(source, cfg, tokenizer=tokenizer)
+  segments = [segments_of_an_epoch(dataset) for dataset in (direct, read(tmp_path / "out", **keys))]
+  assert segments[0] == segments[1]
+  for document, offset in segments[0]:  # a row is the begin token and 15 bytes of the changed text
+    more_bytes = -1 if "add_prefix_space" in more else int(document.domain == "words")
+    assert offset in (0, 15 + more_bytes)
+
+
 def segments_of_an_epoch(dataset):
   """{(id, offset in bytes)} of the first epoch."""
   found = set()
@@ -354,3 +391,57 @@ def test_a_worker_that_is_killed_is_one_line(tmp_path):
   source = Deadly([Document("words", "p", n, b"text " * 9) for n in range(9)], ("words",))
   with pytest.raises(OSError, match=r"a process was ended from outside.*fewer --workers than 2"):
     prepare.prepare(source, BASE, str(tmp_path / "out"), num_workers=2, part_bytes=100)
+
+
+def test_a_preparation_of_other_columns_is_not_taken_up(tmp_path):
+  """Their sizes are the same, and an ArrayRecord file has one fingerprint."""
+  records = [{"text": "aa bb " * 20, "upper": "AA BB " * 20, "l1": "en", "l2": "de"} for _ in range(9)]
+  writer = array_record_module.ArrayRecordWriter(str(tmp_path / "r.array_record"), "group_size:1")
+  for record in records:
+    writer.write(json.dumps(record).encode())
+  writer.close()
+  keys = {"dataset_type": "grain", "dataset_files": (f"r={tmp_path}/r.array_record",), "ghost_val_sets": ("r",)}
+
+  def make(**more):
+    cfg = dataclasses.replace(BASE, **keys, **more)
+    return prepare.prepare(open_source(cfg, 0), cfg, str(tmp_path / "out"))
+
+  make(document_fields=("lang=l1",))
+  for more in ({"document_fields": ("lang=l2",)}, {"document_fields": ("lang=l1",), "train_data_columns": ("upper",)}):
+    with pytest.raises(ConfigError, match=r"prepared from other data or settings \(columns\)"):
+      make(**more)
+  make(document_fields=("lang=l1",))
+
+
+def test_only_copies_in_the_domains_of_the_run_count(tmp_path):
+  texts = [b"text %d of some words" % n for n in range(12)]
+  documents = [Document("a", f"a{n}", 0, text) for n, text in enumerate(texts)]
+  documents += [Document(domain, f"{domain}{n}", 0, texts[n]) for domain in "bc" for n in range(3)]
+  prepare.prepare(data.DocumentList(documents, ("a", "b", "c")), BASE, str(tmp_path / "out"))
+  keys = {"ghost_val_sets": ("a",), "ghost_val_fraction": 0.5, "max_target_length": 8}
+  both, alone = (read(tmp_path / "out", **keys, dataset_domains=names) for names in (("a", "c"), ("a",)))
+  held_out = alone.summary()[0].held_out
+  assert 0 < held_out < 12 and alone.copies == () and alone.notes() == [] and 0 < len(both.copies) <= 3
+  assert alone.num_train_documents == 12 - held_out
+  assert both.num_train_documents == 15 - held_out - len(both.copies)
+  read(tmp_path / "out", **keys, dataset_domains=("a",), ghost_val_copies="error")
+
+
+def test_a_part_of_a_text_is_found_in_what_a_normalizing_tokenizer_kept(tmp_path):
+  """A ligature of three bytes became two letters; places count the bytes that were tokenized."""
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate("fiabc")}, []))
+  inner.normalizer, inner.decoder = tokenizers.normalizers.NFKC(), tokenizers.decoders.Fuse()
+  inner.save(str(tmp_path / "tokenizer.json"))
+  keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path / "tokenizer.json"),
+          "add_bos": False, "add_eos": False, "ghost_val_sets": ("a",), "ghost_val_fraction": 0.5}  # fmt: skip
+  text = "\ufb01a\ufb01bac" * 2
+  source = data.DocumentList([Document("a", f"a{n}", 0, text.encode()) for n in range(9)], ("a",))
+  prepare.prepare(source, dataclasses.replace(BASE, **keys), str(tmp_path / "out"))
+  part = read(tmp_path / "out", **keys, max_target_length=4).parts[0]
+  cut = part.cutter(0)
+  assert cut(0, 2**62) == "fiafibac" * 2
+  assert [cut(4, 10), cut(10, 14), cut(0, 4)] == ["fibac", "fia", "fia"]
+  rows = packing.pack(part.encode_documents(np.array([0])), part.layout, lambda size, _: np.arange(size))
+  places = sorted(rows.offset.tolist())
+  parts = [cut(begin, end) for begin, end in zip(places, [*places[1:], 2**62], strict=True)]
+  assert "".join(parts) == "fiafibac" * 2 and max(map(len, parts)) <= 5

@@ -286,7 +286,7 @@ def test_what_hurts_is_dropped_from_the_next_run_in_one_command(run_dir, corpus,
   file.write_text('{"id": "a-0"}\n{"id": "a-77"}\n')
   with pytest.raises(ConfigError, match=r"exclude.jsonl, line 2: no record of the data has the id 'a-77'"):
     data.load_dataset(dataclasses.replace(corpus, dataset_exclude_file=str(file)))
-  with pytest.raises(ConfigError, match="the records of the data have no id"):
+  with pytest.raises(ConfigError, match="has ids of records, but the data keeps none; name id in document_fields"):
     files = corpus.dataset_files[2:]
     text_only = dataclasses.replace(corpus, dataset_files=files, dataset_exclude_file=str(file), ghost_val_sets=("c",))
     data.load_dataset(text_only)
@@ -309,8 +309,11 @@ def test_the_next_run_trains_on_the_best_share_alone(run_dir, corpus, tmp_path, 
   assert scores.main([*asked, str(ids), "--by", "id"]) == 0
   assert {*json.loads(ids.read_text().splitlines()[0])} == {"id"}
 
+  def load(**files):
+    return data.load_dataset(dataclasses.replace(corpus, **{k: str(v) for k, v in files.items()}))
+
   def split_of(**files):
-    return data.load_dataset(dataclasses.replace(corpus, **{k: str(v) for k, v in files.items()})).parts[0].split
+    return load(**files).parts[0].split
 
   every = np.arange(22)
   plain, kept, by_id = (split_of(), split_of(dataset_include_file=file), split_of(dataset_include_file=ids))
@@ -322,6 +325,7 @@ def test_the_next_run_trains_on_the_best_share_alone(run_dir, corpus, tmp_path, 
   ids.write_text(file.read_text().splitlines()[1])
   both = split_of(dataset_include_file=file, dataset_exclude_file=ids)
   assert (~both.left_out(every)).sum() == 3
+  assert load(dataset_include_file=file, dataset_exclude_file=ids).num_train_documents == 3, "as the start says"
   assert scores.main([str(run_dir), "--drop-below", "inf", "--by", "id", "--output", str(ids)]) == 0
   assert {tuple(json.loads(line)) for line in ids.read_text().splitlines()} == {("id",)}
 

@@ -103,7 +103,7 @@ def brute_force(cfg, points, corpus, query):
         }
         with jax.numpy_dtype_promotion("standard"):
           moved, _ = adam.update(nnx.as_pure(grad(params, graphdef, rest, own)), moments)
-        moved, key = flat(moved), (corpus.document_id(document).path, int(batch.offset_BS[0, slot]))
+        moved, key = flat(moved), (corpus.source.document_id(document).path, int(batch.offset_BS[0, slot]))
         cosine = moved @ asked / np.linalg.norm(moved) / np.linalg.norm(asked)
         total[key] = total.get(key, 0.0) + rate * cosine
   return total

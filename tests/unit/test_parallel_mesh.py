@@ -1,5 +1,6 @@
 """Mesh sizes, logical axis rules, topologies, rows of processes: right where they fit, one clear line where not."""
 
+import contextlib
 import dataclasses
 import re
 import socket
@@ -269,6 +270,32 @@ def test_processes_that_cannot_meet_are_refused(keys, message, monkeypatch):
     monkeypatch.delenv(name, raising=False)
   with pytest.raises(ConfigError, match=message):
     distributed.start(parallel(*keys))
+
+
+@pytest.mark.parametrize(
+  ("setting", "problem", "alone"),
+  [
+    ("JAX_COORDINATOR_ADDRESS", ValueError("Number of processes must be defined."), False),
+    ("WORLD_SIZE=2", ValueError("coordinator_address should be defined."), False),  # torchrun, Open MPI 5
+    ("WORLD_SIZE=1", ValueError("coordinator_address should be defined."), True),
+    ("KUBERNETES_SERVICE_HOST", ValueError("coordinator_address should be defined."), True),
+    ("KUBERNETES_SERVICE_HOST", LookupError("Service token file does not exist."), False),  # as its package's own
+  ],
+)
+def test_processes_that_jax_does_not_find(setting, problem, alone, monkeypatch):
+  """One that is told of a coordinator does not train alone; a pod without JAX's package for Kubernetes does."""
+
+  def initialize(**_):
+    raise problem
+
+  for hint in distributed.HINTS:
+    monkeypatch.delenv(hint, raising=False)
+  name, _, value = setting.partition("=")
+  monkeypatch.setenv(name, value or "10.0.0.1:1234")
+  monkeypatch.setattr(distributed.jax.distributed, "initialize", initialize)
+  said = rf"\({type(problem).__name__}: {problem}\); give jax_distributed=HOST:PORT,K/N .* off to one alone"
+  with contextlib.nullcontext() if alone else pytest.raises(ConfigError, match=said):
+    distributed.start(parallel())
 
 
 def test_a_port_in_use_is_named():

@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 
 from maxghost import scorelog
-from maxghost.attribution.texts import changed
+from maxghost.attribution.texts import END, changed
 from maxghost.config import Config, ConfigError, DataConfig
 from maxghost.data import packing
 from maxghost.data.build import kept, load_dataset, max_segments, units_of
-from maxghost.data.conversations import ConversationUnits, readable
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.sources import text
 from maxghost.data.sources.files import expand
 from maxghost.data.split import Split
 from maxghost.data.tokenizers import load_tokenizer
-from maxghost.data.types import Batch, DocumentId
+from maxghost.data.types import Batch
 
 BLOCK_DOCUMENTS = 4096  # packed at a time
-END = 2**62  # `end_BS` of a document's last chunk
 
 
 class Corpus:
@@ -41,7 +39,7 @@ class Corpus:
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
-    self._units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
+    self.units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
     self.fingerprint, self._trained, self._chunks = self.source.fingerprint, None, None  # all documents
     self.notes: list[str] = []
 
@@ -59,34 +57,26 @@ class Corpus:
       raise ConfigError(f"--data run: {run_dir} has scored no document yet; name files, as in --data notes=GLOB")
     self._trained = {key[:3] for key in trained}
     self._chunks = trained if dataset.layout.strategy == packing.FIRST_FIT else None
-    self.source, self.tokenizer, self._units = dataset.source, dataset.tokenizer, dataset.parts[0]
+    self.source, self.tokenizer, self.units = dataset.source, dataset.tokenizer, dataset.parts[0]
     self.layout = dataclasses.replace(dataset.layout, strategy=packing.FIRST_FIT)
     self.fingerprint, self.notes = dataset.fingerprint, changed(log.said_of("fingerprint"), dataset.fingerprint)
     return self
 
-  def document_id(self, index: int) -> DocumentId:
-    return self.source.document_id(int(index))
-
   def document_record(self, index: int) -> tuple[Any, ...]:
     """The id, followed by the `id` of the record where records have one."""
-    return (*self.document_id(index), *self.source.document_fields(int(index)))
-
-  def text(self, index: int) -> bytes:
-    """The text of a document, a conversation as lines; empty for a corrupt one that is skipped."""
-    found = self._units.read(np.array([index]))[0] or b""
-    return readable(found) if isinstance(self._units, ConversationUnits) else found
+    return (*self.source.document_id(index), *self.source.document_fields(int(index)))
 
   def words_of(self, batch: Batch) -> str:
     """The texts of the documents of a batch."""
     documents = np.unique(batch.document_BS[batch.document_BS >= 0])
-    return b"\n".join(map(self.text, documents.tolist())).decode("utf-8", "replace")
+    return "\n".join(self.units.cutter(number)(0, END) for number in documents.tolist())
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
     """All documents, `num_rows` rows at a time, completed with earlier rows whose documents are not named again."""
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
       indices = np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source)))
       if self._trained is not None:
-        indices = indices[np.array([tuple(self.document_id(i)) in self._trained for i in indices.tolist()], bool)]
+        indices = indices[np.array([self.source.document_id(i) in self._trained for i in indices.tolist()], bool)]
       rows = self._rows(indices)
       order = np.lexsort((rows.offset, rows.document))
       number, begin, end = rows.document[order], rows.offset[order], np.empty_like(order)
@@ -95,7 +85,7 @@ class Corpus:
       chosen = np.arange(len(rows))
       if self._chunks is not None:
         places = zip(rows.document.tolist(), rows.offset.tolist(), strict=True)
-        known = np.array([(*self.document_id(index), offset) in self._chunks for index, offset in places], bool)
+        known = np.array([(*self.source.document_id(index), offset) in self._chunks for index, offset in places], bool)
         chosen = np.unique(np.repeat(chosen, np.diff(rows.row_ends, prepend=0))[known])
         rows = dataclasses.replace(rows, document=np.where(known, rows.document, -1))
       for start in range(0, len(chosen), num_rows):
@@ -113,7 +103,7 @@ class Corpus:
     return self._filled(rows, np.arange(min(num_rows, len(rows))), num_rows), len(rows)
 
   def _rows(self, indices: np.ndarray) -> Rows:
-    return packing.pack(self._units.encode_documents(indices), self.layout, lambda size, _: np.arange(size))
+    return packing.pack(self.units.encode_documents(indices), self.layout, lambda size, _: np.arange(size))
 
   def _filled(self, rows: Rows, numbers: np.ndarray, num_rows: int) -> Batch:
     batch = packing.fill([(rows, int(number), 0) for number in numbers], self.layout, self.tokenizer.pad_id)

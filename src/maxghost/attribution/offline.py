@@ -120,12 +120,12 @@ def build_index(
       raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
     names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
-  ids = ([*corpus.document_id(number), begin, tokens] for number, begin, _, tokens in chunks)
+  ids = ([*corpus.source.document_id(number), begin, tokens] for number, begin, _, tokens in chunks)
   write_text(folder / "ids.jsonl", "".join(json.dumps(entry) + "\n" for entry in ids))
   names += ["ids.jsonl", index.save(folder / "step.npz", step_batch)]
   if method == index.CONTRIBUTION:
-    text = functools.lru_cache(maxsize=64)(corpus.text)  # chunks of one document follow each other
-    texts = (text(number)[begin:end].decode("utf-8", "replace") for number, begin, end, _ in chunks)
+    cut = functools.lru_cache(maxsize=64)(corpus.units.cutter)  # chunks of one document follow each other
+    texts = (cut(number)(begin, end) for number, begin, end, _ in chunks)
     names.append(index.save(folder / index.ENDS, np.array([end for _, _, end, _ in chunks])))
     names.append(words.write(folder, enumerate(texts), len(chunks)))
   about = {

@@ -133,9 +133,9 @@ class Sources:
 
   def _texts_of(self, chunks: list[int]) -> list[str]:
     """The text of each chunk; empty where the source of the index cannot be read."""
-    places = [(tuple(self.index.ids[n][:3]), slice(self.index.ids[n][3], self._ends[n])) for n in chunks]
-    whole = self._texts.find(dict.fromkeys(key for key, _ in places))
-    return [whole.get(key, "").encode()[place].decode("utf-8", "replace") for key, place in places]
+    places = [(tuple(self.index.ids[n][:3]), (self.index.ids[n][3], self._ends[n])) for n in chunks]
+    cut = self._texts.cutters(dict.fromkeys(key for key, _ in places))
+    return [cut[key](*place) if key in cut else "" for key, place in places]
 
   def _trained(self, keys: list[tuple]) -> list[list[dict]]:
     """The steps in which the run trained on each chunk, with its contribution to the first validation set then."""

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from maxghost import config
 from maxghost.config.values import printable
 
 DocumentKey = tuple[str, str, int]
+END = 2**62  # the byte behind a document, also `end_BS` of its last chunk
 SHOWN_CHARS = 1200
 _ORNAMENT = re.compile(r"([^\w\s])\1{3,}")
 
@@ -22,7 +21,6 @@ class Source:
 
   def __init__(self, run_dir: Path):
     self._path = Path(run_dir) / "config.yml"
-    self._shown: Callable[[bytes], bytes] = bytes
     self.documents: Any = None
     self._dataset: Any = None
 
@@ -35,35 +33,29 @@ class Source:
 
       try:
         cfg = config.load(self._path)
-        keys = cfg.data  # a corpus that `maxghost attribute` scored may be shorter than a row
+        keys = dataclasses.replace(cfg.data, on_corrupt="skip")  # and what `attribute` scored may be short
         keys = dataclasses.replace(keys, max_target_length=2) if cfg.records == "text" else keys
         dataset = data.load_dataset(keys, cfg.run.data_shuffle_seed, records=cfg.records)
       except config.ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
       self.documents, self._dataset = dataset.source, dataset
-      self._shown = data.readable if cfg.records == "conversations" else bytes
     return changed(fingerprints, self._dataset.fingerprint)
 
   def num_trained(self) -> int:
-    """Number of documents that are neither held out nor left out; 0 where the source cannot be read."""
-    from maxghost.data.split import scan
-
-    if self._dataset is None:
-      return 0
-    part = self._dataset.parts[0]
-    kept = sum(int((~part.split.left_out(indices)).sum()) for indices in scan(len(part.source)))
-    return kept - len(self._dataset.copies or ()) * part.drops_copies
+    """Number of documents of an epoch; 0 where the source cannot be read."""
+    return self._dataset.num_train_documents if self._dataset else 0
 
   def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, str]:
-    """The texts of the ids that the source still has; one pass over the ids, and only found texts are read."""
+    """The texts of the ids that the source still has."""
+    return {key: cut(0, END) for key, cut in self.cutters(wanted).items()}
+
+  def cutters(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, Callable[[int, int], str]]:
+    """Gives the texts from one byte to another; one pass over the ids, and only found texts are read."""
     if self.documents is None:
       return {}
     from maxghost.data import find_documents
-    from maxghost.data.sources.base import read_or_skip
 
-    found = find_documents(self.documents, wanted)
-    texts = zip(found, read_or_skip(self.documents.texts, np.array([*found.values()], np.int64)), strict=True)
-    return {key: self._shown(text).decode("utf-8", "replace") for key, text in texts if text is not None}
+    return {key: self._dataset.parts[0].cutter(n) for key, n in find_documents(self.documents, wanted).items()}
 
 
 def changed(then: tuple[str, ...], now: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Documents to packed batches, every segment traceable to its document. No module in here imports JAX when imported."""
 
 from maxghost.data.build import load_dataset, make_dataset
-from maxghost.data.conversations import readable
 from maxghost.data.dataset import Dataset, DomainSummary
 from maxghost.data.reader import TrainIterator, merge_states
 from maxghost.data.sources.base import DocumentList, Source
@@ -9,4 +8,4 @@ from maxghost.data.split import find_documents
 from maxghost.data.types import Batch, Document, DocumentId
 
 __all__ = ["Batch", "Dataset", "Document", "DocumentId", "DocumentList", "DomainSummary", "Source", "TrainIterator",
-           "find_documents", "load_dataset", "make_dataset", "merge_states", "readable"]  # fmt: skip
+           "find_documents", "load_dataset", "make_dataset", "merge_states"]  # fmt: skip

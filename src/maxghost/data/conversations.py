@@ -81,16 +81,6 @@ def _message(given: Any, name: str) -> dict:
   return message
 
 
-def readable(text: bytes) -> bytes:
-  """The text of a document for a reader: a line `role: content` for each message, or the plain texts."""
-  try:
-    found = read(text)
-  except ValueError:
-    return text
-  lines = [f"{m['role']}: {m.get('content') or json.dumps(m.get('tool_calls'))}" for m in found.messages]
-  return "".join(found.plain or "\n".join(lines)).encode()
-
-
 @dataclass(frozen=True)
 class Rendering:
   """How conversations become tokens. template: None = lines `role: content`, for the tokenizer of bytes."""
@@ -177,6 +167,15 @@ class ConversationUnits(Units):
   """The conversations of a source; one that is longer than a row keeps its beginning."""
 
   rendering: Rendering
+
+  def shown(self, text: bytes) -> bytes:
+    """A line `role: content` for each message, or the plain texts."""
+    try:
+      found = read(text)
+    except ValueError:
+      return text
+    lines = [f"{m['role']}: {m.get('content') or json.dumps(m.get('tool_calls'))}" for m in found.messages]
+    return "".join(found.plain or "\n".join(lines)).encode()
 
   def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, weights) of what a document consists of. Raises ValueError with the reason in one line."""

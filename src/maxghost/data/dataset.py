@@ -79,8 +79,11 @@ class Dataset:
 
   @functools.cached_property
   def num_train_documents(self) -> int:
-    """Documents of an epoch. For a corpus too large to examine each, this includes the held-out ones."""
-    return sum(entry.documents - (entry.held_out or 0) for entry in self.summary()[: len(self.source.domains)])
+    """Documents of an epoch. For a corpus too large to examine each, this includes those that are left out."""
+    if len(self.source) > MANY_DOCUMENTS:
+      return sum(entry.documents - (entry.held_out or 0) for entry in self.summary()[: len(self.source.domains)])
+    kept = sum(int((~self.parts[0].split.left_out(indices)).sum()) for indices in scan(len(self.source)))
+    return kept - len(self.copies or ()) * self.parts[0].drops_copies
 
   @functools.cache  # noqa: B019 - one dataset per run
   def summary(self) -> tuple[DomainSummary, ...]:

@@ -115,7 +115,7 @@ def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tu
 def _hashes_of(records: dict[str, int], source: Source, said: str) -> tuple[list[int], list[str]]:
   """(hashes of the ids of the documents whose record has one of these ids, ids of no record); reads all records."""
   if "id" not in source.fields:
-    raise ConfigError(f"{said} has ids of records, but the records of the data have no id")
+    raise ConfigError(f"{said} has ids of records, but the data keeps none; name id in document_fields")
   place, found, hashes = source.fields.index("id"), set(), []
   for index in range(len(source)):
     if (name := source.document_fields(index)[place]) in records:

@@ -194,10 +194,7 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
   if not rejected:
     return chosen
   other = _fill(rejected, layout, pad_id)
-
-  def in_turn(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    return np.stack((one, two), 1).reshape(-1, *one.shape[1:])
-
+  in_turn = lambda one, two: np.stack((one, two), 1).reshape(-1, *one.shape[1:])  # noqa: E731
   arrays = {name: in_turn(values, other.arrays[name]) for name, values in chosen.arrays.items()}
   names = ("document_BS", "offset_BS", "epoch_B")
   return Batch(arrays, *(in_turn(getattr(chosen, name), getattr(other, name)) for name in names))

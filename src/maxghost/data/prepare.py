@@ -4,7 +4,6 @@ A part is a range of the source's documents and becomes one ArrayRecord shard. I
 checksums) are written last; after an interrupt parts without them are written again. At the end, columns are joined.
 """
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -33,8 +32,7 @@ PART_BYTES = 64 << 20  # text of a part
 BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
-# Number of the domain, tokens, and source bytes of each where the tokenizer has no table of them.
-_Document = tuple[int, np.ndarray, np.ndarray | None]
+_Document = tuple[int, np.ndarray, np.ndarray]  # number of the domain, tokens, and source bytes of each
 _FIELDS = ("field", "field_length")  # of a part: the fields of its documents as one text, and the length of each
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
@@ -118,6 +116,8 @@ def _claim(job: Job) -> None:
   mine = {"source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
           "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
           "files": source.files, **({"fields": [*source.fields]} if source.fields else {})}  # fmt: skip
+  if (asked := (*job.cfg.train_data_columns, *job.cfg.document_fields)) != ("text",):
+    mine["columns"] = [*asked]
   file = folder / "job.json"
   ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
   if file.is_file():
@@ -137,7 +137,7 @@ def _claim(job: Job) -> None:
       write_text(file, json.dumps(mine, indent=1))
     for name in ("shards", "parts", "index"):
       (folder / name).mkdir(exist_ok=True)
-    for partial in itertools.chain(folder.glob("**/.*.tmp"), folder.glob("shards/*.tmp")):
+    for partial in folder.glob("**/*.tmp"):
       partial.unlink()
   except OSError as error:
     raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
@@ -172,8 +172,10 @@ def _write_part(job: Job, part: int) -> dict:
     columns["block_first"].append([len(lengths)])
     domains, tokens, sizes = zip(*block, strict=True)
     columns["block_domain"].append(domains[:1])
-    raw = np.concatenate(tokens).astype(dtype).tobytes()
-    writer.write(raw if sizes[0] is None else raw + np.concatenate(sizes).astype(np.uint32).tobytes())
+    ids, behind, table = np.concatenate(tokens), np.concatenate(sizes), job.tokenizer.byte_table
+    known = table is not None and np.array_equal(table[ids], behind)
+    raw = ids.astype(dtype).tobytes()
+    writer.write(raw if known else raw + behind.astype(np.uint32).tobytes())
     lengths.extend(map(len, tokens))
   writer.close()
   arrays: dict[str, Any] = {name: concatenated(values) for name, values in columns.items()}
@@ -211,8 +213,7 @@ def _documents(job: Job, part: int, columns: dict[str, list], paths: dict, count
       fields = [text.encode("utf-8", "replace") for n in numbers.tolist() for text in source.document_fields(n)]
       columns["field"].append(np.frombuffer(b"".join(fields), np.uint8))
       columns["field_length"].append([len(text) for text in fields])
-    tabled = tokenizer.byte_table is not None
-    encoded = [(one, None) for one in tokenizer.encode(texts)] if tabled else tokenizer.encode_bytes(texts)
+    encoded = tokenizer.encode_bytes(texts)
     for domain, (tokens, sizes) in zip(source.domain_numbers(numbers).tolist(), encoded, strict=True):
       yield domain, tokens, sizes
 
@@ -303,8 +304,8 @@ def _copy_tokenizer(job: Job) -> dict:
     tokenizer_files.save(tokenizer, kind, job.folder)
     saved = tokenizer_files.saved_path(kind, job.folder) or ""
     path = "tokenizer.json" if kind == HUGGINGFACE else Path(saved).name
-  about = {"type": kind, "path": path, "copied": copied}
-  return about | {"fingerprint": job.tokenizer.fingerprint, "vocab_size": job.tokenizer.vocab_size}
+  return {"type": kind, "path": path, "copied": copied, "fingerprint": tokenizer.fingerprint,
+          "vocab_size": tokenizer.vocab_size}  # fmt: skip
 
 
 def train_bpe(source: Source, vocab_size: int, path: str) -> None:

@@ -4,6 +4,7 @@ A record is a block: the tokens of consecutive documents of one domain. The inde
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,9 @@ class PreparedSource(Source):
       raise ConfigError(f"{folder} was prepared with another tokenizer than {tokenizer.name}; use tokenizer_type={way}")
     check_known("dataset_domains", domains, meta["domains"], folder)
     self._asked, kept = fields, tuple(meta.get("fields", ()))
-    wanted = wanted_fields(fields or kept)
-    check_known("document_fields", wanted.values() if fields or kept else (), kept, f"the prepared corpus {folder}")
-    self.fields = tuple(wanted) if fields or kept else ()
-    self._field_places = [kept.index(wanted[name]) for name in self.fields]
+    wanted = wanted_fields(fields or kept) if fields or kept else {}
+    check_known("document_fields", wanted.values(), kept, f"the prepared corpus {folder}")
+    self.fields, self._field_places = tuple(wanted), [kept.index(field) for field in wanted.values()]
     self.domains = tuple(domains) or tuple(meta["domains"])
     self.numbers = np.full(len(meta["domains"]) + 1, -1, np.int64)  # in `domains`, of each domain of the folder
     for place, name in enumerate(self.domains):
@@ -130,20 +130,23 @@ class PreparedSource(Source):
     return int(first[block]), int(first[block + 1]) if block + 1 < len(first) else len(self)
 
   def block_tokens(self, blocks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """Tokens of the blocks, and the bytes behind each (None for a tokenizer with a table). Raises CorruptError."""
+    """Tokens of the blocks, and the bytes behind each, None if the table has them for all. Raises CorruptError."""
     shards = np.searchsorted(self._shard_ends, blocks, side="right")
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
     read = lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())  # noqa: E731
     raw = read_by_shard(shards, records, read)
-    tabled, item, out = self.tokenizer.byte_table is not None, np.dtype(self._dtype).itemsize, []
+    table, item, out = self.tokenizer.byte_table, np.dtype(self._dtype).itemsize, []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
       first, stop = self.documents_of(block)
       count = self.tokens_before(stop) - self.tokens_before(first)
-      if len(one) != count * (item if tabled else item + 4):
+      has_sizes = len(one) == count * (item + 4)
+      if not has_sizes and (table is None or len(one) != count * item):
         path = self._shards[shard]
         raise CorruptError(f"{path}, record {record}: {len(one)} bytes where the index says {count} tokens")
-      sizes = None if tabled else np.frombuffer(one, np.uint32, count, count * item)
-      out.append((np.frombuffer(one, self._dtype, count), sizes))
+      ids, sizes = np.frombuffer(one, self._dtype, count), None
+      if has_sizes or self.tokenizer.normalizes:
+        sizes = np.frombuffer(one, np.uint32, count, count * item) if has_sizes else table[ids]
+      out.append((ids, sizes))
     return out
 
   def tokens(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray | None]]:
@@ -208,3 +211,11 @@ class PreparedUnits(Units):
     found = read_or_skip(self.source.tokens, indices, self.on_corrupt, _FIX)
     pieces = [(ids, np.array([len(ids)]), sizes) for ids, sizes in filter(None, found)]
     return self.frame(pieces, indices[[one is not None for one in found]])
+
+  def cutter(self, index: int) -> Callable[[int, int], str]:
+    """Bytes are those that were tokenized, in place of which a tokenizer without a table may decode others."""
+    (found,) = read_or_skip(self.source.tokens, np.array([index]), self.on_corrupt, _FIX)
+    if found is None or (sizes := found[1]) is None:
+      return super().cutter(index)
+    starts, decode = np.cumsum(sizes, dtype=np.int64) - sizes, self.source.tokenizer.decode
+    return lambda *place: decode(found[0][slice(*np.searchsorted(starts, place))]).decode("utf-8", "replace")

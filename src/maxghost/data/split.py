@@ -32,8 +32,8 @@ class Split:
     return inside
 
   def left_out(self, indices: np.ndarray) -> np.ndarray:
-    """bool[n]: whether each document is not trained on: held out, excluded by id, or not included by id."""
-    out = self.held_out(indices)
+    """bool[n]: whether each document is not trained on: of no domain of the run, held out, excluded or not included."""
+    out = self.held_out(indices) | (self._source.domain_numbers(indices) < 0)
     if len(self.excluded):
       out |= np.isin(self._source.id_hashes(indices), self.excluded)
     if self.included is not None:
@@ -60,14 +60,11 @@ def scan(size: int):
 
 def find_documents(source: Source, wanted: Iterable[tuple[str, str, int]]) -> dict[DocumentId, int]:
   """Numbers of the documents with these ids; ids that the source does not have are left out."""
-  left = {int(id_hash(*document)): DocumentId(*document) for document in wanted}
-  found: dict[DocumentId, int] = {}
-  hashes = np.array(sorted(left), np.uint64)
+  left, found = {DocumentId(*document) for document in wanted}, {}
+  hashes = np.array([id_hash(*document) for document in left], np.uint64)
   for indices in scan(len(source)):
-    for index in indices[np.isin(source.id_hashes(indices), hashes)].tolist():
-      document = source.document_id(index)
-      if left.get(int(id_hash(*document))) == document:
-        found[document] = index
+    here = indices[np.isin(source.id_hashes(indices), hashes)].tolist()
+    found |= {document: index for index in here if (document := source.document_id(index)) in left}
     if len(found) == len(left):
       break
   return found

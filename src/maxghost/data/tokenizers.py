@@ -87,8 +87,10 @@ class Tokenizer:
     self._pieces = pieces
     table = np.array([0 if piece is None else len(piece) for piece in pieces], np.int32)
     table = table.astype(np.uint8) if table.max() < 256 else table
-    (ids,) = self.encode([_PROBE.encode()])
-    self.byte_table = table if Tokenizer.decode(self, ids) == _PROBE.encode() else None
+    texts = [_PROBE.encode(), _PROBE.strip().encode()]  # some tokenizers put a space before the second
+    decoded = [Tokenizer.decode(self, ids) for ids in self.encode(texts)]
+    self.byte_table = table if decoded[0] == texts[0] else None
+    self.normalizes = self.normalizes or decoded[1] != texts[1]
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -186,6 +188,8 @@ class HuggingFaceTokenizer(Tokenizer):
     return np.array(found.ids, np.int32), places
 
   def encode_bytes(self, texts: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
+    if self.byte_table is not None and not self.normalizes:
+      return super().encode_bytes(texts)
     out = []
     encodings = self._inner.encode_batch([text.decode("utf-8") for text in texts], add_special_tokens=False)
     for one, text in zip(encodings, texts, strict=True):

@@ -8,7 +8,7 @@ carried from window to window, any process can compute any window, and no order 
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +67,15 @@ class Units:
   def read(self, indices: np.ndarray) -> list[bytes | None]:
     """Texts by document number; None for a corrupt one that is skipped."""
     return read_or_skip(self.source.texts, indices, self.on_corrupt)
+
+  def cutter(self, index: int) -> Callable[[int, int], str]:
+    """Gives the text of a document from one byte to another, for a reader; nothing of a corrupt one that is skipped."""
+    text = self.shown(self.read(np.array([index]))[0] or b"")
+    return lambda begin, end: text[begin:end].decode("utf-8", "replace")
+
+  def shown(self, text: bytes) -> bytes:
+    """A document's text as a reader sees it."""
+    return text
 
   def _encode(self, indices: np.ndarray, drops_copies: bool) -> tuple[Encoded, dict[str, int]]:
     kept, texts, counts = [], [], NO_COUNTS.copy()

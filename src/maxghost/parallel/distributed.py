@@ -16,11 +16,11 @@ import numpy as np
 from maxghost.config import Config, ConfigError, ParallelConfig
 from maxghost.parallel import rendezvous
 
-# Environment variables by which JAX finds the other processes of a job.
-HINTS = (
-  "JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES",
-  "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "MEGASCALE_COORDINATOR_ADDRESS",
-)  # fmt: skip
+# Environment variables that say there are others unless they are 1 (of Open MPI, MPICH, torchrun), and by which JAX
+# finds the other processes of a job.
+TOLD = ("JAX_COORDINATOR_ADDRESS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+HINTS = (*TOLD, "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES",
+         "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID", "MEGASCALE_COORDINATOR_ADDRESS")  # fmt: skip
 ALONE = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 PATIENCE_MS = 1_800_000  # for another live process; a dead one is detected by its missing heartbeats
 MOST_SKEW = 10.0  # seconds between two clocks that are not reported
@@ -64,13 +64,13 @@ def start(cfg: ParallelConfig) -> None:
   jax.config.update("jax_enable_preemption_service", False)
   try:
     jax.distributed.initialize(**given, initialization_timeout=timeout, heartbeat_timeout_seconds=heartbeat)
-  except ValueError as error:
-    if given or cfg.jax_distributed == "on":
-      raise ConfigError(f"jax_distributed: {error}") from error
-  except RuntimeError as error:
-    where = f"{given.get('coordinator_address', 'the address that JAX detected')} within {timeout} s"
-    said = f"jax_distributed: the processes of the run did not all meet at {where} ({_first_line(error)})"
-    raise ConfigError(f"{said}; start all of them, with the same address and number of processes") from error
+  except Exception as error:  # a package that JAX asks, such as kubernetes, raises kinds of its own
+    told = any(os.environ.get(name, "1") != "1" for name in TOLD)
+    if told or given or cfg.jax_distributed == "on" or not isinstance(error, ValueError):  # else JAX has found no job
+      where = f"{given.get('coordinator_address', 'the address that JAX detected')} within {timeout} s"
+      said = f"the processes of the run did not all meet at {where} ({type(error).__name__}: {_first_line(error)})"
+      ways = "give jax_distributed=HOST:PORT,K/N to process K of N, the same address and N to all, or off to one alone"
+      raise ConfigError(f"jax_distributed: {said}; {ways}") from error
 
 
 index, count = jax.process_index, jax.process_count

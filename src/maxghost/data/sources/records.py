@@ -146,11 +146,8 @@ class RecordSource(Source):
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     numbers, offsets = self._locate(indices)
-    sizes = offsets if self._index is None else self._index[1][indices]
-
-    def read(number: int, places: np.ndarray) -> list[bytes]:
-      return self._shards[number].texts(offsets[places].tolist(), sizes[places].tolist(), self._cfg.train_data_columns)
-
+    sizes, columns = offsets if self._index is None else self._index[1][indices], self._cfg.train_data_columns
+    read = lambda n, at: self._shards[n].texts(offsets[at].tolist(), sizes[at].tolist(), columns)  # noqa: E731
     return read_by_shard(numbers, offsets, read)
 
 
