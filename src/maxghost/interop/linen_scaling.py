@@ -39,11 +39,10 @@ def is_query(path: TreePath) -> bool:
 
 def check_unscaled(checkpoint: Checkpoint, model: ModelConfig) -> None:
   """Raises LayoutError for MaxText's query weights, unless MaxText's model of this family leaves them as they are."""
-  pairs = model.rope_type == "llama3.1"
+  pairs = " --rope_pairs" if model.rope_type == "llama3.1" else ""
   if checkpoint.values_from == MAXTEXT and (pairs or FAMILIES[model.decoder_block].maxtext_scales_queries is not False):
     said = f"{checkpoint.raw.origin} holds query weights as MaxText wants them"
-    command = f"maxghost checkpoint rescale --to {MAXGHOST}{' --rope_pairs' * pairs}"
-    raise LayoutError(f"{said}; rescale first: {command}")
+    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to {MAXGHOST}{pairs}")
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
@@ -100,9 +99,8 @@ def rescale_checkpoint(
   plan.custom_metadata[RECORD]["values_from"] = to
   with written(checkpoint, plan, out, rngs=True):
     pass
-  order = ", query and key heads reordered" * rope_pairs
-  said = f"{len(queries)} query leaves rescaled by sqrt({head_dim}){order} to {to}'s convention, the rest copied"
-  say(f"written {out}: {said}")
+  order = ", heads reordered" * rope_pairs
+  say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}){order} as {to} wants, the rest copied")
 
 
 @guarded("rescale")
@@ -112,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   for name, kind in (("--source_path", str), ("--target_path", str), ("--head_dim", int)):
     parser.add_argument(name, type=kind, required=True)
   parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
-  pairs = "MaxText's model has rope_type=llama3.1: also reorder query and key heads"
-  parser.add_argument("--rope_pairs", action="store_true", help=pairs)
+  parser.add_argument("--rope_pairs", action="store_true", help="of rope_type=llama3.1: also reorder heads")
   options = vars(parser.parse(argv))
   rescale_checkpoint(options.pop("source_path"), **options)
   return 0
