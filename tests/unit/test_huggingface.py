@@ -206,6 +206,13 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
       {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
       "original_max_position_embeddings=x must be int",
     ),
+    (
+      {
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        "original_max_position_embeddings": 16,
+      },
+      "original_max_position_embeddings=16, beside 64 for the rotation",
+    ),
     ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* does not read it, all its layers have full_attention"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is above the greatest"),
     (

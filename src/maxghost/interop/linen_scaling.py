@@ -4,7 +4,6 @@ MaxText's llama2, mistral, mixtral, gemma and gemma2 blocks compute softmax(q k)
 weights; maxghost computes softmax(q k / sqrt(h)), h being the head width. The two functions are equal when the query
 weights are multiplied by s = sqrt(h), first moments divided by s and second moments by h. This is exact where s is a
 power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
-
 With rope_type=llama3.1 MaxText rotates neighbouring numbers of a head against each other, maxghost its two halves. The
 functions are equal when the numbers of query and key heads are reordered.
 """
