@@ -131,7 +131,7 @@ def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callab
     what = "nothing tells whether MaxText or maxghost scaled the query weights"
     raise LayoutError(f"{place.tree}: {what}; write a copy that does with maxghost checkpoint rescale")
   head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
-  return open_load(raw, wanted, head_dim=head_dim, widen=True, say=say)
+  return open_load(raw, wanted, head_dim=head_dim, rope_pairs=cfg.model.rope_type == "llama3.1", widen=True, say=say)
 
 
 def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None, adapter="") -> Callable:

@@ -11,9 +11,10 @@ from flax import nnx
 
 from maxghost import config, load_model, models, scorelog, train
 from maxghost.checkpoint.compare import compare_checkpoints
-from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.checkpoint.layouts import read_checkpoint
+from maxghost.checkpoint.layouts_store import LayoutError, open_tree
 from maxghost.interop.convert import convert
-from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_leaf
+from maxghost.interop.linen_scaling import check_unscaled, main, rescale_checkpoint, rescale_leaf
 from maxghost.interop.load_tree import load_tree
 from maxghost.optimizers import make_optimizer
 from maxghost.training.state import TrainStateNNX, abstract_split, from_tree, to_tree
@@ -98,6 +99,38 @@ def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_
   wanted = {"model": to_tree(abstract)["model"]}
   found = load_model.open_parameters(load_model.check_config(cfg), cfg, wanted, silent)()
   jax.tree.map(np.testing.assert_array_equal, found["model"], values)
+
+
+def test_heads_of_llama31_are_reordered(tmp_path):
+  """MaxText rotates neighbouring numbers there: its heads hold the i-th numbers of our two halves side by side."""
+  llama31 = {"rope_type": "llama3.1", "rope_factor": 8.0}
+  wanted = {"model": to_tree(train_state(**llama31)[1])["model"]}
+  numbers = np.random.default_rng(3)
+  ours = jax.tree.map(lambda x: numbers.normal(size=x.shape).astype(x.dtype), wanted["model"])
+
+  def of_maxtext(path, x):
+    name = jax.tree_util.keystr(path)
+    if "query" in name or "key" in name:
+      x = np.stack([x[..., 0], x[..., 2], x[..., 1], x[..., 3]], axis=-1) / (2 if "query" in name else 1)
+    return np.moveaxis(x, 0, 1) if "layers" in name else x
+
+  theirs = jax.tree.map_with_path(of_maxtext, ours)
+  moments = {"count": np.int32(3), "mu": {"params": theirs}, "nu": {"params": theirs}}
+  tree = {"params": {"params": theirs}, "opt_state": [moments], "step": np.int32(3)}
+  source = save(tmp_path / "maxtext", tree)
+  cfg = given(source, **llama31)
+  command = ["--head_dim", "4", "--rope_pairs", "--source_path"]
+  assert main([*command, str(source), "--target_path", str(tmp_path / "ours"), "--to", "maxghost"]) == 0
+  for path in (source, tmp_path / "ours"):
+    found = load_model.open_parameters(load_model.check_config(given(path, **llama31)), cfg, wanted, silent)()
+    jax.tree.map(np.testing.assert_array_equal, found["model"], ours)
+  changed = {row.path.rpartition("self_attention/")[2] for row in compare_checkpoints(source, tmp_path / "ours").rows}
+  assert changed == {"query/kernel", "key/kernel"}
+  assert main([*command, str(tmp_path / "ours"), "--target_path", str(tmp_path / "back"), "--to", "maxtext"]) == 0
+  assert compare_checkpoints(source, tmp_path / "back").equal
+  qwen3 = dataclasses.replace(cfg.model, decoder_block="qwen3")
+  with pytest.raises(LayoutError, match="rescale first: maxghost checkpoint rescale --to maxghost --rope_pairs"):
+    check_unscaled(read_checkpoint(open_tree(source)), qwen3)
 
 
 def test_moments_that_the_optimizer_does_not_keep_are_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import time
 
 import pytest
@@ -107,7 +108,8 @@ def test_values_of_maxtext_names_are_checked():
 @pytest.mark.parametrize(
   "text",
   ["fused_qkv: False", "quantization: ''", "hardware: tpu", "shared_experts: 0", "capacity_factor: -1.0",
-   "lora_input_adapters_path:", "normalize_embedding_logits: False", "ici_sequence_parallelism: 1"],
+   "lora_input_adapters_path:", "normalize_embedding_logits: False", "ici_sequence_parallelism: 1",
+   "rope_use_scale: True", "rope_linear_scaling_factor: 1.0", "rope_min_timescale: 1"],
 )  # fmt: skip
 def test_a_maxtext_key_that_asks_for_nothing_is_accepted(text, tmp_path):
   (tmp_path / "own.yml").write_text(text)
@@ -163,6 +165,18 @@ def test_a_model_file_of_maxtext_loads_as_ours_of_that_model(name, tmp_path):
   (tmp_path / "own.yml").write_text(text)
   differing = config.differing_keys(config.load(tmp_path / "own.yml"), config.load(f"model_name={name}"))
   assert set(differing) - {"model_name"} <= other, differing
+
+
+def test_maxtext_takes_the_rotation_of_llama31_from_its_name(tmp_path):
+  """Its files of these models have no rope_type."""
+  (tmp_path / "models").mkdir()
+  (file := tmp_path / "models" / "llama3.1-70b.yml").write_text("rope_max_timescale: 500_000\ndecoder_block: llama2\n")
+  said = "rope_type=llama3.1 rope_factor=8 says because the model is called llama3.1-70b; set both keys, or rope_type="
+  for given in ((file,), ("model_name=llama3.1-70b",)):
+    with pytest.raises(config.ConfigError, match=re.escape(said)):
+      config.load(*given, base_dir=tmp_path)
+    assert config.load(*given, "rope_type=llama3.1", "rope_factor=8", base_dir=tmp_path).model.rope_factor == 8
+  assert config.load("model_name=llama3.1-8b").model.rope_type == "llama3.1"
 
 
 def test_a_whole_file_of_maxtext_is_few_lines(tmp_path):

@@ -149,6 +149,21 @@ def test_entries_that_no_key_stands_for_come_back(llama, tmp_path):
   assert json.loads((tmp_path / "alone" / "config.json").read_text())["max_position_embeddings"] == 2048
 
 
+def test_an_export_has_room_for_stretched_positions(tmp_path, llama):
+  """transformers warns of fewer positions than YaRN stretches to; its release 5 reads no Llama of uneven heads."""
+  scaling = {"rope_type": "yarn", "rope_theta": 700.0, "factor": 5.0, "original_max_position_embeddings": 4096}
+  content = json.loads((llama / "config.json").read_text()) | {"rope_parameters": scaling}
+  del content["max_position_embeddings"]
+  (llama / "config.json").write_text(json.dumps(content))
+  said = []
+  hf_checkpoint.export_model(llama, tmp_path / "out", say=said.append)
+  assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 20480
+  assert not any("transformers 5" in line for line in said)
+  edit_config(llama, num_attention_heads=24, num_key_value_heads=8, head_dim=2)
+  hf_checkpoint.export_model(llama, tmp_path / "uneven", say=said.append)
+  assert any("transformers 5 reads no Llama" in line for line in said)
+
+
 def drop(*names):
   return lambda tensors: {name: x for name, x in tensors.items() if name not in names}
 
@@ -190,6 +205,13 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
     (
       {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
       "original_max_position_embeddings=x must be int",
+    ),
+    (
+      {
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        "original_max_position_embeddings": 16,
+      },
+      "original_max_position_embeddings=16, beside 64 for the rotation",
     ),
     ({"layer_types": [["full_attention"]] * 3}, "layer_types=.* does not read it, all its layers have full_attention"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is above the greatest"),
@@ -375,6 +397,9 @@ def test_targets_and_sources_that_are_refused(llama, tmp_path, capsys):
     assert message in capsys.readouterr().err
   assert hf_checkpoint.main(["import", str(tmp_path), str(tmp_path / "in")]) == 2
   assert "is no Hugging Face model folder" in capsys.readouterr().err
+  for name in ("llama", "llama2.gguf"):
+    assert hf_checkpoint.main(["import", str(tmp_path / name), str(tmp_path / "in")]) == 2
+    assert f"there is no {tmp_path / name}; nearest is {llama}" in capsys.readouterr().err
   assert hf_checkpoint.main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
   assert "there is no model folder" in capsys.readouterr().err
   assert hf_checkpoint.main(["import", str(llama), str(tmp_path / "in")]) == 0

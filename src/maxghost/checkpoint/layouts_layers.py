@@ -21,7 +21,7 @@ LeafId = tuple[Path, int | None]
 SCANNED, UNSCANNED, INTEGER = "scanned", "unscanned", "integer"
 _INDEXED = re.compile(r"(.+)_(\d+)")
 # Plural on purpose: `mtp_layer_1` and Linen's automatic `MoeBlock_0` are modules of their own, not layers of a stack.
-_CONTAINER_NAME = re.compile(r"(?:[a-z0-9_]+_)?(?:layers|blocks)(?:_outside_pipeline)?")
+STANDARD_NAME = re.compile(r"(?:[a-z0-9_]+_)?(?:layers|blocks)(?:_outside_pipeline)?")
 # Arrays below are stacked by pipeline stage as well as by layer, and are never taken apart.
 _OPAQUE = "pipeline_module"
 
@@ -134,11 +134,6 @@ def container_of(path: Path, containers: Iterable[Path]) -> Path | None:
   return next((c for c in containers if path[: len(c)] == c and len(path) > len(c)), None)
 
 
-def is_standard_name(name: str) -> bool:
-  """Whether a container of this name is recognised without being told."""
-  return _CONTAINER_NAME.fullmatch(name) is not None
-
-
 def leaf_text(leaf: LeafId) -> str:
   path, layer = leaf
   return slash_path(path) if layer is None else f"{slash_path(path)} of layer {layer}"
@@ -152,7 +147,7 @@ def find_containers(nodes: Mapping[Path, object], names: Iterable[str] = (), sta
   """
 
   def is_known(prefix: Path, name: str) -> bool:
-    return is_standard_name(name) or name in names or slash_path((*prefix, name)) in names
+    return bool(STANDARD_NAME.fullmatch(name)) or name in names or slash_path((*prefix, name)) in names
 
   def walk(prefix: Path, tree: dict) -> dict[Path, str]:
     found: dict[Path, str] = {}
@@ -229,7 +224,7 @@ def split_layers(
       # A stacked block may hold P different layers, layers_0 ... layers_{P-1}.
       names = {rest[0] for rest, _ in members}
       base = min((match[1] for name in names if (match := _INDEXED.fullmatch(name))), default="")
-      unlike = is_standard_name(base) and names == {f"{base}_{i}" for i in range(len(names))}
+      unlike = STANDARD_NAME.fullmatch(base) and names == {f"{base}_{i}" for i in range(len(names))}
       block_name, period = (base, len(names)) if unlike else ("", 1)
       tree.containers[container] = Container(container, SCANNED, num_stacked * period, period, block_name, scan_axis)
       for rest, node in members:

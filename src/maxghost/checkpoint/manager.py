@@ -29,6 +29,7 @@ from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit, read_json
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal, sealed, sync, write_text
+from maxghost.optimizers import by_label
 from maxghost.parallel import distributed
 
 FORMAT_VERSION = 1
@@ -131,7 +132,7 @@ class CheckpointManager:
     record = sealed(content | {"checksums": _checksums(tree), "made_with": made_with()})
     if local:
       assert self._local is not None, "a manager without a local folder was asked for a local checkpoint"
-      self._local.save(step, _flatten(tree), record)
+      self._local.save(step, by_label(tree), record)
       return
     self._saving, self.only_local = step, False
     items = ocp.args.Composite(items=ocp.args.StandardSave(tree), positions=ocp.args.JsonSave(record))
@@ -216,7 +217,7 @@ class CheckpointManager:
 
   def _read(self, step: int, name: str, wanted: Mapping) -> Restored:
     """Reads a checkpoint without checking its arrays' checksums. name: of a local one; empty: the durable one."""
-    path, flat, local = self.path(step), _flatten(wanted), self._local if name else None
+    path, flat, local = self.path(step), by_label(wanted), self._local if name else None
     if local is not None:
       path, positions = local.folder / name, local.record(name)
     else:
@@ -229,7 +230,7 @@ class CheckpointManager:
       _check_leaves(path, local.leaves(name), flat)
       tree = jax.tree.unflatten(jax.tree.structure(wanted), local.restore(name, flat).values())
     else:
-      _check_leaves(path, _flatten(self._manager.item_metadata(step)["items"].tree), flat)
+      _check_leaves(path, by_label(self._manager.item_metadata(step)["items"].tree), flat)
       tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
     return Restored(step, tree, positions, path)
 
@@ -372,14 +373,8 @@ def _changed(restored: Restored) -> str:
   return next((f"the bytes of {name} changed since they were saved" for name in changed), "")
 
 
-def _flatten(tree: Any) -> dict[str, Any]:
-  """Leaves by slash path, in a fixed order; integer keys count as text."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
 def _checksums(tree: Any) -> dict[str, int]:
-  flat = _flatten(tree)
+  flat = by_label(tree)
   return dict(zip(flat, checksums(list(flat.values())), strict=True))
 
 

@@ -75,6 +75,11 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
     model = _read_model_file(model_name, [*folders, files.config_dir()], problems)
+  stems = Path(path or "").stem, model_name.node.value if model else ""
+  named = [stem for stem in stems if stem.startswith("llama3.1")]
+  if named and not any("rope_type" in layer for layer in (base, model, command)):
+    said = f"MaxText rotates as rope_type=llama3.1 rope_factor=8 says because the model is called {named[0]}"
+    problems.append(f"{said}; set both keys, or rope_type=default")
   loaded = _resolve((base, model, command), problems, notes)
   own = (COMMAND_LINE,) if resolved or path is None else (COMMAND_LINE, f"{path}:")
   return loaded._replace(notes=(*loaded.notes, *_unread(loaded, own)))

@@ -291,7 +291,7 @@ def _metadata(checkpoint: Checkpoint, target: Target, axis: int, containers: lis
   empties = {} if target.is_linen or target.bare else checkpoint.opt_empties
   record = {
     "values_from": checkpoint.values_from,
-    "containers": [slash_path(c.path) for c in containers if not layouts_layers.is_standard_name(c.path[-1])],
+    "containers": [slash_path(c.path) for c in containers if not layouts_layers.STANDARD_NAME.fullmatch(c.path[-1])],
     "blocks": {slash_path(c.path): [c.period, c.block_name] for c in containers if c.block_name},
     "opt_empties": [[list(path), kind] for path, kind in empties.items()],
     "aux": [list(path) for path in aux],

@@ -55,12 +55,6 @@ class GgufFile:
 def open_file(path: Path) -> GgufFile:
   """Reads the header. Raises LayoutError for a cut file, an architecture that is not known, and unknown types."""
   gguf = import_package("gguf", f"{path}, a GGUF file,", "hf")
-  try:
-    with open(path, "rb") as opened:
-      if opened.read(4) != b"GGUF":
-        raise LayoutError(f"{path} is no GGUF file")
-  except OSError as error:
-    raise LayoutError(f"{path} cannot be read: {error}") from error
 
   class Reader(gguf.GGUFReader):
     """Stops at the end of the file, where the package would read on, and at a header that would fill the memory."""
@@ -80,7 +74,7 @@ def open_file(path: Path) -> GgufFile:
       metadata = {name: field.contents() for name, field in reader.fields.items()}
   except _DAMAGE as error:
     cause = " ".join(str(error).split())[:200] or type(error).__name__
-    raise LayoutError(f"{path} is cut or damaged: {cause}") from error
+    raise LayoutError(f"{path} is no GGUF file, or is cut or damaged: {cause}") from error
   architecture = metadata.get("general.architecture")
   known = {family.gguf: family for family in FAMILIES.values() if family.gguf}
   if not isinstance(architecture, str) or architecture not in known:
@@ -112,8 +106,7 @@ def _tensor(path: Path, name: str, stored: Any, heads: int) -> StoredArray:
 
   kind, shape = stored.tensor_type, tuple(int(size) for size in stored.shape[::-1])
   try:
-    if kind not in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-      gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
   except NotImplementedError:
     raise LayoutError(f"{path}: {stored.name} is of type {kind.name}, which is not read") from None
 

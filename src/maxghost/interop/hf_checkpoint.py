@@ -14,7 +14,7 @@ from maxghost import config
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guarded
+from maxghost.config.values import guarded, nearest_beside
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path, peft
@@ -36,6 +36,8 @@ def import_model(
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
   """
   source, target = full_path(source), full_path(target)
+  if not source.exists():
+    raise LayoutError(f"there is no {source}{nearest_beside(source, '*')}")
   if source.suffix == gguf.SUFFIX:
     file = gguf.open_file(source)
     content, tensors, origin = gguf.config_json(file), file.tensors, source
@@ -91,7 +93,8 @@ def export_model(
   tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)
   origin = model_path.huggingface_file(place, cfg)
   others = huggingface_config.other_entries(read_json(origin), cfg.model) if origin else {}
-  positions = max(cfg.data.max_target_length, 2048)
+  original, scaled = cfg.model.original_max_position_embeddings, cfg.model.rope_type in ("yarn", "llama3.1")
+  positions = max(cfg.data.max_target_length, 2048, int(original * cfg.model.rope_factor) * scaled)
   dtypes = {ref.dtype.name for ref in checkpoint.params.leaves.values()}
   dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
   content = huggingface_config.config_json(cfg.model, dtype, positions, special_ids(cfg), others)
@@ -104,6 +107,8 @@ def export_model(
     elif cfg.data.tokenizer_type == "byte":
       tokenizer_files.write_bytes(temporary, cfg.data.add_bos, cfg.data.chat_template_path)
     check_written(checkpoint, huggingface.open_folder(temporary), params_only=True, ram_bytes=ram_bytes)
+  if cfg.model.decoder_block == "llama2" and cfg.model.base_emb_dim % cfg.model.base_num_query_heads:
+    say("note: transformers 5 reads no Llama with a base_emb_dim that base_num_query_heads does not divide; 4 does")
   size = sum(tensor.nbytes for tensor in tensors)
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
 

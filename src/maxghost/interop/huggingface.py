@@ -144,8 +144,10 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
       parts.setdefault(path, []).append(tensor)
       rules[path] = (rule, which)
   unknown = [name for name in known if name not in used and not any(re.fullmatch(x, name) for x in theirs.ignored)]
-  if _HEAD in unknown and model.logits_via_embedding and _same(known[_HEAD], embedding):
-    unknown.remove(_HEAD)
+  if _HEAD in unknown and model.logits_via_embedding and embedding:
+    both = known[_HEAD], embedding
+    if len({(x.shape, x.dtype) for x in both}) == 1 and len({x.read(None).tobytes() for x in both}) == 1:
+      unknown.remove(_HEAD)
   found = {"lacks": missing, "has unknown": [known[name].name for name in unknown]}
   problems = [f"{origin} {what} {listed(x, _MOST_NAMES)}" for what, x in found.items() if x]
   if problems or wrong:
@@ -153,12 +155,6 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   nodes: dict[TreePath, Any] = {path: _stored(path, held, *rules[path]) for path, held in parts.items()}
   metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
   return RawTree(nodes, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
-
-
-def _same(head: StoredArray, embedding: StoredArray | None) -> bool:
-  if embedding is None or (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
-    return False
-  return head.read(None).tobytes() == embedding.read(None).tobytes()
 
 
 def _stored(path: TreePath, tensors: list[StoredArray], rule: Rule, which: int) -> StoredArray:

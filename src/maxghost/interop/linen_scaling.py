@@ -1,19 +1,23 @@
-"""Moves 1/sqrt(head_dim) of attention out of MaxText's query weights, and back in.
+"""Moves 1/sqrt(head_dim) of attention out of MaxText's query weights, and back in; puts heads in another order.
 
 MaxText's llama2, mistral, mixtral, gemma and gemma2 blocks compute softmax(q k) and keep the factor in the query
 weights; maxghost computes softmax(q k / sqrt(h)), h being the head width. The two functions are equal when the query
 weights are multiplied by s = sqrt(h), first moments divided by s and second moments by h. This is exact where s is a
 power of two; otherwise each direction rounds once. docs/checkpoints.md says how training differs.
+With rope_type=llama3.1 MaxText rotates neighbouring numbers of a head against each other, maxghost its two halves. The
+functions are equal when the numbers of query and key heads are reordered.
 """
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, Checkpoint, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, TreePath, full_path
+from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, StoredArray, TreePath, full_path
 from maxghost.config import ModelConfig
 from maxghost.config.arguments import Parser
 from maxghost.config.families import FAMILIES
@@ -25,6 +29,7 @@ from maxghost.interop.huggingface import open_tree
 MAXGHOST, MAXTEXT = "maxghost", "maxtext"
 # Which power of the gradient a moment holds, by the name optax gives it; a weight holds power 0.
 _POWERS = {"mu": 1, "trace": 1, "m": 1, "nu": 2, "v": 2, "v_row": 2, "v_col": 2}
+_ROTATED = re.compile(r"(^|/)(query|key)(_norm)?/(kernel|bias|scale)(/value)?$")  # their last axis is a head
 
 
 def is_query(path: TreePath) -> bool:
@@ -33,9 +38,10 @@ def is_query(path: TreePath) -> bool:
 
 def check_unscaled(checkpoint: Checkpoint, model: ModelConfig) -> None:
   """Raises LayoutError for MaxText's query weights, unless MaxText's model of this family leaves them as they are."""
-  if checkpoint.values_from == MAXTEXT and FAMILIES[model.decoder_block].maxtext_scales_queries is not False:
+  pairs = " --rope_pairs" if model.rope_type == "llama3.1" else ""
+  if checkpoint.values_from == MAXTEXT and (pairs or FAMILIES[model.decoder_block].maxtext_scales_queries is not False):
     said = f"{checkpoint.raw.origin} holds query weights as MaxText wants them"
-    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to {MAXGHOST}")
+    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to {MAXGHOST}{pairs}")
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
@@ -49,16 +55,34 @@ def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> n
   return (wide * factor if grows else wide / factor).astype(array.dtype)
 
 
-def rescale_checkpoint(source: AnyPath, target_path: AnyPath, head_dim: int, to: str, *, say: Callable = print) -> None:
-  """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit."""
+def change_leaf(path: TreePath, array: np.ndarray, head_dim: int | None, rope_pairs: bool, to: str) -> np.ndarray:
+  """A leaf, or a block of whole heads, in the convention of `to`; the same array if it is not of queries or keys."""
+  array = rescale_leaf(path, array, head_dim, to) if head_dim and is_query(path) else array
+  if not (rope_pairs and _ROTATED.search(slash_path(path))):
+    return array
+  halves = (-1, 2) if to == MAXGHOST else (2, array.shape[-1] // 2)
+  return array.reshape(*array.shape[:-1], *halves).swapaxes(-1, -2).reshape(array.shape)
+
+
+def rescale_checkpoint(
+  source: AnyPath, target_path: AnyPath, head_dim: int, to: str, *, rope_pairs: bool = False, say: Callable = print
+) -> None:
+  """Writes the checkpoint `source`, in its own layout, with rescaled query leaves; all others are copied bit by bit.
+
+  rope_pairs: whether MaxText rotates neighbouring numbers (rope_type=llama3.1), so that heads are reordered too.
+  """
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
   raw = open_tree(source)
+
+  def changed(path: TreePath, node: StoredArray, index: tuple[slice, ...] | None) -> np.ndarray:
+    *outer, inner = index or (..., slice(None))
+    return change_leaf(path, node.read(index and (*outer, slice(None))), head_dim, rope_pairs, to)[..., inner]
+
   nodes = dict(raw.nodes)
   for path, node in raw.arrays().items():
-    if is_query(path):
-      read = lambda index, path=path, node=node: rescale_leaf(path, node.read(index), head_dim, to)  # noqa: E731
-      nodes[path] = dataclasses.replace(node, read=read)
+    if _ROTATED.search(slash_path(path)):
+      nodes[path] = dataclasses.replace(node, read=functools.partial(changed, path, node))
   checkpoint = read_checkpoint(dataclasses.replace(raw, nodes=nodes), ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
@@ -74,7 +98,8 @@ def rescale_checkpoint(source: AnyPath, target_path: AnyPath, head_dim: int, to:
   plan.custom_metadata[RECORD]["values_from"] = to
   with written(checkpoint, plan, out, rngs=True):
     pass
-  say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}) to {to}'s convention, the rest copied")
+  order = ", heads reordered" * rope_pairs
+  say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}){order} as {to} wants, the rest copied")
 
 
 @guarded("rescale")
@@ -84,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   for name, kind in (("--source_path", str), ("--target_path", str), ("--head_dim", int)):
     parser.add_argument(name, type=kind, required=True)
   parser.add_argument("--to", choices=(MAXGHOST, MAXTEXT), required=True)
+  parser.add_argument("--rope_pairs", action="store_true", help="of rope_type=llama3.1: also reorder heads")
   options = vars(parser.parse(argv))
   rescale_checkpoint(options.pop("source_path"), **options)
   return 0

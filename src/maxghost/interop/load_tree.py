@@ -19,7 +19,7 @@ from maxghost.config.values import slash_path
 from maxghost.interop.convert import read_block
 from maxghost.interop.convert_plan import TargetLeaf
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import is_query, rescale_leaf
+from maxghost.interop.linen_scaling import change_leaf
 
 _HOLD_BYTES = 1 << 30
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -31,8 +31,8 @@ def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any
 
 
 def open_load(
-  path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, head_dim: int | None = None, widen: bool = False,
-  say: Callable[[str], None] = print,
+  path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, head_dim: int | None = None,
+  rope_pairs: bool = False, widen: bool = False, say: Callable[[str], None] = print,
 ) -> Callable[[], dict]:  # fmt: skip
   """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
 
@@ -42,9 +42,10 @@ def open_load(
   path: the checkpoint folder, or a Hugging Face model folder; or one that is open. wanted: {"model": {...}[,
   "optimizer": {...}][, ...]}, with leaves that have shape and dtype (jax.ShapeDtypeStruct); one without a sharding is
   read as a numpy array. head_dim: rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
-  widen: whether a parameter may have a narrower float dtype, whose values the wanted one holds exactly. say: receives
-  each message for the user. Returns a function that reads the arrays and returns them nested as in `wanted`. Raises
-  LayoutError, which names every parameter and moment that is missing or has another shape or dtype.
+  rope_pairs: reorders such query and key heads. widen: whether a parameter may have a narrower float dtype, whose
+  values the wanted one holds exactly. say: receives each message for the user. Returns a function that reads the arrays
+  and returns them nested as in `wanted`. Raises LayoutError, which names every parameter and moment that is missing or
+  has another shape or dtype.
   """
   raw = path if isinstance(path, RawTree) else open_tree(path)
   path, source = raw.origin, read_checkpoint(raw, ReadOptions(keep_unknown=True))
@@ -68,7 +69,6 @@ def open_load(
   unread = [slash_path(place) for place, tree in source.moments.items() if not found.used >= {*tree.leaves.values()}]
   if unread and "optimizer" in wanted:
     say(f"not read from {path}, as the optimizer here keeps no such state: opt_state/{', opt_state/'.join(unread)}")
-  rescale = head_dim is not None and source.values_from == "maxtext"
   if head_dim is not None and not source.values_from and source.layout == NNX:
     raise LayoutError(f"{path}: nothing tells whether MaxText or maxghost scaled the query weights; pass head_dim=None")
 
@@ -79,8 +79,8 @@ def open_load(
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
       block = read_block(reader, leaf)
-      if rescale and head_dim is not None and is_query(leaf.path):
-        block = rescale_leaf(leaf.path, block, head_dim, MAXGHOST)
+      if source.values_from == "maxtext":
+        block = change_leaf(leaf.path, block, head_dim, rope_pairs, MAXGHOST)
       arrays[leaf.path] = _put(block, leaf.key_impl, _look_up(wanted, leaf.path))
     kept, left_out = {}, []
     for leaf in found.fresh:

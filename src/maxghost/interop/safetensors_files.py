@@ -42,7 +42,7 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
     if wrong := [name for name in files if not isinstance(name, str) or not name or Path(name).name != name]:
       raise LayoutError(f"{index_file} is damaged: it lists {wrong[0]!r}, which is no name of a file beside it")
   elif not (folder / SINGLE).is_file():
-    raise LayoutError(f"{folder} is damaged or half copied: it has neither {SINGLE} nor {INDEX}")
+    raise LayoutError(f"{folder} has neither {SINGLE} nor {INDEX}: half copied, or weights of another format")
   if missing := [name for name in files if not (folder / name).is_file()]:
     raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
   tensors: dict[str, StoredArray] = {}

@@ -170,24 +170,18 @@ def group_heads(q_BTHh, num_kv_heads: int):
   return q_BTHh.reshape(batch, positions, num_kv_heads, heads // num_kv_heads, width).transpose(0, 2, 3, 1, 4)
 
 
-def _grouped(q_BTHh, k_BTKh, v_BTKh, sinks_H):
-  """(q [B, K, G, T, h], k and v [B, K, T, h], sinks [B, K, G, T] or None)."""
-  q_BKGTh = group_heads(q_BTHh, k_BTKh.shape[2])
-  sinks_BKGT = None if sinks_H is None else _group_sinks(sinks_H, q_BKGTh)
-  return q_BKGTh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), sinks_BKGT
+def _grouped(q_BTHh, k_BTKh, v_BTKh, sinks):
+  """(q [B, K, G, T, h], k and v [B, K, T, h], sinks [H] or [B, T, H], or None, as [B, K, G, T], float32 or wider)."""
+  if sinks is not None:
+    sinks = jnp.broadcast_to(sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32)), q_BTHh.shape[:3])
+    sinks = group_heads(sinks[..., None], k_BTKh.shape[2])[..., 0]
+  return group_heads(q_BTHh, k_BTKh.shape[2]), k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), sinks
 
 
 def _ungrouped(x_BKGTh):
   """[B, K, G, T, h] -> [B, T, H, h]."""
   batch, kv_heads, groups, positions, width = x_BKGTh.shape
   return x_BKGTh.transpose(0, 3, 1, 2, 4).reshape(batch, positions, kv_heads * groups, width)
-
-
-def _group_sinks(sinks, q_BKGTh):
-  """[H] or [B, T, H] -> [B, K, G, T] in float32 or wider."""
-  batch, kv_heads, groups, positions, _ = q_BKGTh.shape
-  sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
-  return group_heads(jnp.broadcast_to(sinks, (batch, positions, kv_heads * groups))[..., None], kv_heads)[..., 0]
 
 
 def _causal_block(q_BKGTh, k_BKSh, v_BKSh, segment_ids_BT, sinks_BKGT, shape: Shape, start: int):

@@ -205,12 +205,6 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
   return Split(layout.mesh, rows, length, experts, width)
 
 
-def find_width(layer) -> tuple[str, ...]:
-  """`Split.width` of the layer."""
-  layout = shardings.across_devices()
-  return () if layout is None else layout.rules.assign(_WO, layer.wo_shape, "experts")[1]
-
-
 class RoutedMoe(nnx.Module):
   """sum over a token's experts of weight * wo_e(act_0(wi_0_e x) * act_1(wi_1_e x)); chosen and weighted by a router.
 
@@ -314,8 +308,10 @@ class RoutedMoe(nnx.Module):
 
   def precision_of(self, name: str) -> Any:
     """Of the products with a matrix; a scale of rounded operands serves the whole width of an expert."""
-    if not isinstance(self.precision, Rounded) or not (width := find_width(self)):
+    layout = shardings.across_devices()
+    if not isinstance(self.precision, Rounded) or layout is None:
       return self.precision
+    width = layout.rules.assign(_WO, self.wo_shape, "experts")[1]
     return dataclasses.replace(self.precision, **{"inputs" if name == "wo" else "outputs": width})
 
   def _product(self, params: dict, name: str, x_RI, rows: Rows):

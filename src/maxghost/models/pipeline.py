@@ -150,8 +150,9 @@ class Pipe(NamedTuple):
       here = pick(layers, visit)
       return jax.lax.scan(one, x, here if keep else self._own_rows(here, micro))
 
-    if self.repeats > 1:
-      visited = jax.checkpoint(visited, policy=_all_but_slices, prevent_cse=False)
+    if self.repeats > 1:  # autodiff would keep each iteration's slices of the stacked weights, which it can cut again
+      all_but_slices = lambda primitive, *_, **__: primitive.name not in ("dynamic_slice", "squeeze")  # noqa: E731
+      visited = jax.checkpoint(visited, policy=all_but_slices, prevent_cse=False)
 
     def chunk(x, visit, micro, kept):
       x, seen = visited(x, layers, visit, micro, _take(inputs, micro))
@@ -289,11 +290,6 @@ class Pipe(NamedTuple):
       return jnp.pad(x, fill + [(0, 0)] * (x.ndim - 4), mode="edge") if fill[3][1] else x
 
     return jax.tree.map(cut, tree)
-
-
-def _all_but_slices(primitive, *_, **__) -> bool:
-  """Autodiff would keep each iteration's slices of the stacked weights, which it can cut again."""
-  return primitive.name not in ("dynamic_slice", "squeeze")
 
 
 def _take(tree, micro):

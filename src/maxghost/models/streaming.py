@@ -126,18 +126,15 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
       return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, moving)
 
     zeros = jax.tree.map(jnp.zeros_like, shared_floats)
-    state, stacked = (jax.tree.map(_instantiated, cotangent), zeros), (moving, still, others)
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
+    cotangent = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_zero(x) else x, cotangent)
+    state, stacked = (cotangent, zeros), (moving, still, others)
     (cotangent, shared_cotangents), weights = loop(step, state, boundaries, stacked, reverse=True)
     return cotangent, weights, shared_cotangents, *(jax.tree.map(no_cotangent, t) for t in (others, shared_others))
 
   run = jax.custom_vjp(lambda *arguments: through(*arguments)[0])
   run.defvjp(forward, backward, symbolic_zeros=True)
   return run(carry, floats, shared_floats, others, shared_others)
-
-
-def _instantiated(cotangent: Any) -> Any:
-  zero: Any = cotangent if isinstance(cotangent, jax.custom_derivatives.SymbolicZero) else None
-  return cotangent if zero is None else jnp.zeros(zero.shape, zero.dtype)
 
 
 def separate_floats(tree):
