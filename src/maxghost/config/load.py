@@ -65,17 +65,15 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   """As `load`, with the origin of each value."""
   if path is not None and "=" in os.fspath(path) and not os.path.exists(path):
     path, overrides = None, (os.fspath(path), *overrides)
-  problems: list[str] = []
-  notes: list[str] = []
+  problems, notes, stems = list[str](), list[str](), [Path(path or "").stem]
   base = _read_yaml(Path(path), problems) if path is not None else {}
   command = _read_overrides(overrides, problems, notes)
-  resolved = RESOLVED in base and _node_text(base.pop(RESOLVED).node) == "'true'"
-  model = {}
+  resolved, model = RESOLVED in base and _node_text(base.pop(RESOLVED).node) == "'true'", {}
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
     model = _read_model_file(model_name, [*folders, files.config_dir()], problems)
-  stems = Path(path or "").stem, model_name.node.value if model else ""
+    stems += [model_name.node.value] if model else []
   named = [stem for stem in stems if stem.startswith("llama3.1")]
   if named and not any("rope_type" in layer for layer in (base, model, command)):
     said = f"MaxText rotates as rope_type=llama3.1 rope_factor=8 says because the model is called {named[0]}"

@@ -141,11 +141,12 @@ class PreparedSource(Source):
       count = self.tokens_before(stop) - self.tokens_before(first)
       has_sizes = len(one) == count * (item + 4)
       if not has_sizes and (table is None or len(one) != count * item):
-        path = self._shards[shard]
-        raise CorruptError(f"{path}, record {record}: {len(one)} bytes where the index says {count} tokens")
-      ids, sizes = np.frombuffer(one, self._dtype, count), None
-      if has_sizes or self.tokenizer.normalizes:
-        sizes = np.frombuffer(one, np.uint32, count, count * item) if has_sizes else table[ids]
+        said = f"{len(one)} bytes where the index says {count} tokens"
+        raise CorruptError(f"{self._shards[shard]}, record {record}: {said}")
+      ids = np.frombuffer(one, self._dtype, count)
+      sizes = np.frombuffer(one, np.uint32, count, count * item) if has_sizes else None
+      if sizes is None and table is not None and self.tokenizer.normalizes:
+        sizes = table[ids]
       out.append((ids, sizes))
     return out
 

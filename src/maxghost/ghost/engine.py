@@ -68,8 +68,7 @@ class GhostEngine:
   """Scores training examples by the dot product of their gradient with a validation direction.
 
   Arguments that are None are those of cfg, where ghost_direction=auto, the default, is 'sgd', which needs no state.
-  Raises ValueError for an unknown name (with the nearest one), an unsupported combination, and whatever `attach` raises
-  for the model.
+  Raises ValueError for an unknown name, an unsupported combination, and whatever `attach` raises for the model.
 
   Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions are
   the same if their code is, and their closures, defaults and objects hold the same arrays and other values; globals are

@@ -76,8 +76,8 @@ def rescale_checkpoint(
   raw = open_tree(source)
 
   def changed(path: TreePath, node: StoredArray, index: tuple[slice, ...] | None) -> np.ndarray:
-    *outer, inner = index or (..., slice(None))
-    return change_leaf(path, node.read(index and (*outer, slice(None))), head_dim, rope_pairs, to)[..., inner]
+    heads = node.read(index and (*index[:-1], slice(None)))
+    return change_leaf(path, heads, head_dim, rope_pairs, to)[..., index[-1] if index else slice(None)]
 
   nodes = dict(raw.nodes)
   for path, node in raw.arrays().items():
