@@ -43,6 +43,29 @@ def test_kept_memory_is_mapped_once():
   assert given_back > 40 * kept
 
 
+FIRST = """
+import sys
+
+from maxghost import attribute
+from maxghost.parallel import heap
+
+
+def call(function, *arguments):
+  print(function, *arguments, *{"jaxlib", "tensorstore"}.intersection(sys.modules))
+  sys.exit()
+
+
+heap.call = call
+attribute.main(["runs/none"])
+"""
+
+
+def test_attribute_has_one_heap_before_libraries_start_their_threads():
+  """Those of tensorstore, with heaps of their own, left these to XLA's, which then mapped its memory in every step."""
+  out = subprocess.run([sys.executable, "-c", FIRST], check=True, capture_output=True, text=True, timeout=120).stdout
+  assert out.split() == ["mallopt", "-8", "1"]
+
+
 def test_another_c_library_is_left_alone():
   from maxghost.parallel import heap
 
