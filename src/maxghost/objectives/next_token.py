@@ -107,14 +107,13 @@ class LanguageModelLoss(StagedLoss):
     return self.measured_head(model, x, batch)[:2]
 
   def measured_head(self, model, x: Hidden, batch):
-    weights_BT, metrics = self.weights(batch), self.metrics(x, batch)
+    weights_BT, found = self.weights(batch), {}
     if self.mtp_weight:
       losses_BT, x, found = multi_token.combined(self, model, x, batch, weights_BT)
-      metrics |= found | {k: v for k, v in self.metrics(x, batch).items() if k == "moe_lb_loss"}
     else:
       losses_BT = self.cross_entropy(model, x, batch["targets"], weights_BT.astype(float))
     losses_BT = self.balanced(x, losses_BT)
-    return losses_BT, weights_BT.astype(losses_BT.dtype), metrics
+    return losses_BT, weights_BT.astype(losses_BT.dtype), self.metrics(x, batch) | found
 
   def cross_entropy(self, model, x: Hidden, targets_BT, weights_BT=None):
     """Of each token, [B, T] in nats, by tiles if there are any. weights_BT: expected weights, as in `tiled_losses`."""

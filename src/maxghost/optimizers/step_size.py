@@ -20,7 +20,9 @@ def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   warmup = int(steps * cfg.warmup_steps_fraction)
   rest = max(steps - warmup, 1)
   if cfg.lr_schedule_type == "cosine":
-    after = optax.cosine_decay_schedule(peak, max(rest - 1, 1), cfg.learning_rate_final_fraction)
+    after = optax.constant_schedule(final)  # of the last step, where warm-up leaves only that
+    if rest > 1:
+      after = optax.cosine_decay_schedule(peak, rest - 1, cfg.learning_rate_final_fraction)
   elif cfg.lr_schedule_type == "wsd":
     decay = max(int(steps * cfg.wsd_decay_steps_fraction), 1)
     down = optax.linear_schedule(peak, final, max(decay - 1, 1))
