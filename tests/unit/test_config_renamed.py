@@ -31,6 +31,20 @@ def test_names_of_other_trainers_are_those_of_keys():
   assert renamed.FORMER["lr"] == "is learning_rate here" and other and set(other) <= set(config.fields())
 
 
+def test_the_bias_of_a_router_comes_with_those_of_its_experts():
+  keys = "decoder_block=mixtral", "num_experts=4"
+  with pytest.raises(config.ConfigError) as caught:
+    config.load(*keys, "routed_bias=true", "mlp_bias=false")
+  (said,) = caught.value.problems
+  assert said.startswith("routed_bias=true (command line) is not read with mlp_bias=false; it is mlp_bias, ")
+  for router in ("true", "false"):
+    loaded = config.load_with_origins(*keys, f"routed_bias={router}", "mlp_bias=true")
+    assert loaded.config.model.mlp_bias
+    assert [note for note in loaded.notes if "routed_bias" in note] == (
+      [] if router == "true" else ["routed_bias=false (command line) is not read with mlp_bias=true"]
+    )
+
+
 @pytest.mark.parametrize(
   ("overrides", "wanted"),
   [

@@ -215,8 +215,7 @@ class RoutedMoe(nnx.Module):
   lora_scale: float
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-    experts, embed = cfg.num_experts, cfg.base_emb_dim
-    width = cfg.feed_forward_width
+    experts, embed, width = cfg.num_experts, cfg.base_emb_dim, cfg.feed_forward_width
     self.num_experts, self.num_chosen = experts, cfg.num_experts_per_tok
     self.num_layers = cfg.base_num_decoder_layers + cfg.mtp_num_layers  # those with a router
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit

@@ -55,8 +55,7 @@ class LanguageModelLoss(StagedLoss):
     moe_lb_loss: without its weight. router_entropy: nats. expert_load_E: each expert's share of the tokens' choices.
     """
     peaks = {} if x.peaks_BLH is None else {"max_logits_LH": x.peaks_BLH.max(0)}
-    routing = x.routing
-    if routing is None:
+    if (routing := x.routing) is None:
       return peaks
     weights_BT = self.weights(batch).astype(routing["entropy_BT"].dtype)
     chosen_E = routing["chosen_BE"].sum(0)
