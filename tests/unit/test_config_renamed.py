@@ -123,7 +123,8 @@ def test_values_of_maxtext_names_are_checked():
   "text",
   ["fused_qkv: False", "quantization: ''", "hardware: tpu", "shared_experts: 0", "capacity_factor: -1.0",
    "lora_input_adapters_path:", "normalize_embedding_logits: False", "ici_sequence_parallelism: 1",
-   "rope_use_scale: True", "rope_linear_scaling_factor: 1.0", "rope_min_timescale: 1"],
+   "rope_use_scale: True", "rope_linear_scaling_factor: 1.0", "rope_min_timescale: 1",
+   "use_truncation: false", "mtp_eval_target_module: 0"],
 )  # fmt: skip
 def test_a_maxtext_key_that_asks_for_nothing_is_accepted(text, tmp_path):
   (tmp_path / "own.yml").write_text(text)
