@@ -31,6 +31,20 @@ def test_names_of_other_trainers_are_those_of_keys():
   assert renamed.FORMER["lr"] == "is learning_rate here" and other and set(other) <= set(config.fields())
 
 
+def test_the_bias_of_a_router_comes_with_those_of_its_experts():
+  keys = "decoder_block=mixtral", "num_experts=4"
+  with pytest.raises(config.ConfigError) as caught:
+    config.load(*keys, "routed_bias=true", "mlp_bias=false")
+  (said,) = caught.value.problems
+  assert said.startswith("routed_bias=true (command line) is not read with mlp_bias=false; it is mlp_bias, ")
+  for router in ("true", "false"):
+    loaded = config.load_with_origins(*keys, f"routed_bias={router}", "mlp_bias=true")
+    assert loaded.config.model.mlp_bias
+    assert [note for note in loaded.notes if "routed_bias" in note] == (
+      [] if router == "true" else ["routed_bias=false (command line) is not read with mlp_bias=true"]
+    )
+
+
 @pytest.mark.parametrize(
   ("overrides", "wanted"),
   [
@@ -109,7 +123,8 @@ def test_values_of_maxtext_names_are_checked():
   "text",
   ["fused_qkv: False", "quantization: ''", "hardware: tpu", "shared_experts: 0", "capacity_factor: -1.0",
    "lora_input_adapters_path:", "normalize_embedding_logits: False", "ici_sequence_parallelism: 1",
-   "rope_use_scale: True", "rope_linear_scaling_factor: 1.0", "rope_min_timescale: 1"],
+   "rope_use_scale: True", "rope_linear_scaling_factor: 1.0", "rope_min_timescale: 1",
+   "use_truncation: false", "mtp_eval_target_module: 0"],
 )  # fmt: skip
 def test_a_maxtext_key_that_asks_for_nothing_is_accepted(text, tmp_path):
   (tmp_path / "own.yml").write_text(text)

@@ -184,6 +184,18 @@ def test_the_loss_of_the_next_token_stands_apart():
   assert objective.reported(loss, metrics)["lm_loss"] == pytest.approx(wanted, rel=1e-12)
 
 
+def test_the_balance_of_experts_is_a_mean_over_all_layers_with_a_router():
+  """Routers of zeros give each of E experts the probability 1 / E: E sum_e f_e / E is k = 3 in every layer."""
+  cfg = tiny.make_config(**routed.MIXTRAL, load_balance_loss_weight=0.3, **KEYS)
+  model = tiny.make_model(cfg)
+  for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    if "gate" in path:
+      variable[...] = jnp.zeros_like(variable[...])
+  *_, metrics = objectives.create(cfg).measured(model, BATCH)
+  assert metrics["moe_lb_loss"] == pytest.approx(3, rel=1e-6)
+  assert metrics["router_entropy"] == pytest.approx(np.log(5), rel=1e-6)
+
+
 def test_micro_batches_add_up_to_the_whole():
   whole, parts = (Run(**WIDE, **KEYS, gradient_accumulation_steps=m, per_device_batch_size=7 // m) for m in (1, 7))
   first, second = whole.step(BATCH), parts.step(BATCH)

@@ -57,6 +57,11 @@ def test_tiny_runs_have_finite_positive_rates(kind, steps):
     assert FINAL * 0.999 <= rate <= PEAK * 1.001
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (10, 0.9)])
+def test_cosine_ends_at_the_final_rate_even_if_one_step_is_left(steps, warmup):
+  assert rates(steps, lr_schedule_type="cosine", warmup_steps_fraction=warmup)[-1] == pytest.approx(FINAL, rel=1e-6)
+
+
 def test_cosine_has_the_rates_that_a_maxtext_run_printed():
   """Three steps of maxtext 0.2.4: learning_rate=.05 learning_rate_final_fraction=.5 warmup_steps_fraction=0 steps=3."""
   cfg = OptimizerConfig(learning_rate=0.05, learning_rate_final_fraction=0.5, warmup_steps_fraction=0.0)

@@ -207,7 +207,8 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
       flat[key], origins[key], level_of[key] = value, given.origin, level
   for level, key, value, origin in others:
     if other := renamed.OTHER[key].unread(value, flat):
-      notes.append(f"{key}={values.shown(value)} ({origin}) is not read with {other}={values.shown(flat[other])}")
+      said = f"{key}={values.shown(value)} ({origin}) is not read with {other}={values.shown(flat[other])}"
+      notes.append(said) if value is not True else problems.append(f"{said}; it {renamed.OTHER[key].answer}")
     for target, changed in renamed.OTHER[key].fold(value, flat).items():
       if level_of.get(target, level) > level:
         notes.append(f"{key} ({origin}) is overridden by {target}={values.shown(flat[target])} ({origins[target]})")

@@ -39,6 +39,7 @@ def item(value: Any, values: Values, key: str, place: int, unset: Any = None) ->
 
 _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {
   **{fold.__name__: fold for fold in (when, named, offload, item)},
+  "alike": lambda value, values, key: {key: value} if value == values[key] else {},
   # A switch beside a number: off is 0; on without a number is the usual one.
   "switched": lambda value, values, key, usual: {key: values[key] or usual} if value else {key: 0},
   # rsLoRA's scale, alpha over the root of the rank.
@@ -67,8 +68,8 @@ class OtherKey(NamedTuple):
 
   def unread(self, value: Any, values: Values) -> str:
     """The key whose value leaves this one without a reader; empty if it has one."""
-    how, _, other, *_ = (*self.change, "", "")
-    return other if how == "named" and value != () and not self.fold(value, values) else ""
+    how, key, other, *_ = (*self.change, "", "")
+    return (other or key) if how in ("named", "alike") and value != () and not self.fold(value, values) else ""
 
 
 # MaxText's groups of keys, `lora: {lora_rank: 8}` in a YAML or `lora.lora_rank=8`; here the keys stand alone.

@@ -215,9 +215,9 @@ class RoutedMoe(nnx.Module):
   lora_scale: float
 
   def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-    experts, embed = cfg.num_experts, cfg.base_emb_dim
-    width = cfg.feed_forward_width
-    self.num_experts, self.num_chosen, self.num_layers = experts, cfg.num_experts_per_tok, cfg.base_num_decoder_layers
+    experts, embed, width = cfg.num_experts, cfg.base_emb_dim, cfg.feed_forward_width
+    self.num_experts, self.num_chosen = experts, cfg.num_experts_per_tok
+    self.num_layers = cfg.base_num_decoder_layers + cfg.mtp_num_layers  # those with a router
     self.activations, self.limit = cfg.mlp_activations, cfg.mlp_activations_limit
     self.sums_to_one, self.sparse, self.has_bias = cfg.norm_topk_prob, cfg.sparse_matmul, cfg.mlp_bias
     self.dtype, self.precision, self.wo_shape = jnp.dtype(cfg.dtype), precision(cfg), (experts, width, embed)

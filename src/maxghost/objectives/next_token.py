@@ -55,8 +55,7 @@ class LanguageModelLoss(StagedLoss):
     moe_lb_loss: without its weight. router_entropy: nats. expert_load_E: each expert's share of the tokens' choices.
     """
     peaks = {} if x.peaks_BLH is None else {"max_logits_LH": x.peaks_BLH.max(0)}
-    routing = x.routing
-    if routing is None:
+    if (routing := x.routing) is None:
       return peaks
     weights_BT = self.weights(batch).astype(routing["entropy_BT"].dtype)
     chosen_E = routing["chosen_BE"].sum(0)
@@ -107,14 +106,13 @@ class LanguageModelLoss(StagedLoss):
     return self.measured_head(model, x, batch)[:2]
 
   def measured_head(self, model, x: Hidden, batch):
-    weights_BT, metrics = self.weights(batch), self.metrics(x, batch)
+    weights_BT, found = self.weights(batch), {}
     if self.mtp_weight:
       losses_BT, x, found = multi_token.combined(self, model, x, batch, weights_BT)
-      metrics |= found | {k: v for k, v in self.metrics(x, batch).items() if k == "moe_lb_loss"}
     else:
       losses_BT = self.cross_entropy(model, x, batch["targets"], weights_BT.astype(float))
     losses_BT = self.balanced(x, losses_BT)
-    return losses_BT, weights_BT.astype(losses_BT.dtype), metrics
+    return losses_BT, weights_BT.astype(losses_BT.dtype), self.metrics(x, batch) | found
 
   def cross_entropy(self, model, x: Hidden, targets_BT, weights_BT=None):
     """Of each token, [B, T] in nats, by tiles if there are any. weights_BT: expected weights, as in `tiled_losses`."""

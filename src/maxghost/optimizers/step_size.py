@@ -19,14 +19,14 @@ def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   peak, final = cfg.learning_rate, cfg.learning_rate * cfg.learning_rate_final_fraction
   warmup = int(steps * cfg.warmup_steps_fraction)
   rest = max(steps - warmup, 1)
-  if cfg.lr_schedule_type == "cosine":
-    after = optax.cosine_decay_schedule(peak, max(rest - 1, 1), cfg.learning_rate_final_fraction)
+  if cfg.lr_schedule_type == "cosine" and rest > 1:
+    after = optax.cosine_decay_schedule(peak, rest - 1, cfg.learning_rate_final_fraction)
   elif cfg.lr_schedule_type == "wsd":
     decay = max(int(steps * cfg.wsd_decay_steps_fraction), 1)
     down = optax.linear_schedule(peak, final, max(decay - 1, 1))
     after = optax.join_schedules([optax.constant_schedule(peak), down], [rest - decay])
-  else:
-    after = optax.constant_schedule(peak)
+  else:  # constant, or cosine with only the last step after the warm-up
+    after = optax.constant_schedule(peak if cfg.lr_schedule_type == "constant" else final)
   return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
 
 
