@@ -163,10 +163,8 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
     print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
     return 0
   share, nats = _token_share(answer, dropped), np.asarray(answer.columns["contribution"])[dropped].sum()
-  print(
-    f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats; to "
-    f"train without them: dataset_exclude_file={args.output}"
-  )
+  said = f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats"
+  print(f"{said}; to train without them: dataset_exclude_file={args.output}")
   return 0
 
 
