@@ -186,10 +186,8 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
     return 0
   output.write_output(args.output, lines)
   share = _token_share(answer, slice(count))
-  print(
-    f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens, scores from "
-    f"{bound:+.4g} up; to train on them alone: dataset_include_file={args.output}"
-  )
+  said = f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens"
+  print(f"{said}, scores from {bound:+.4g} up; to train on them alone: dataset_include_file={args.output}")
   return 0
 
 

@@ -2,7 +2,7 @@
 
 The text of such a document is a JSON object: `messages` with roles, or `prompt` and `completion` (texts or messages),
 and `tools` and `chat_template_kwargs` for the template. A pair of responses has `chosen` and `rejected` (texts or
-messages) with the `prompt` of both; without one, the prompt is what the tokens of both begin with.
+messages) with the `prompt` of both; without one, it is the messages that both begin with, else the tokens.
 """
 
 import functools
@@ -244,10 +244,14 @@ class PairUnits(ConversationUnits):
   def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
     record = json.loads(text)
     prompt, most, found = record.get("prompt"), self.layout.row_length + 1, []
-    for name in SIDES:
-      response = record.get(name)
+    responses = [record.get(name) for name in SIDES]
+    for name, response in zip(SIDES, responses, strict=True):
       if not response or not isinstance(response, str | list):
         raise ValueError(f"it has no {name} response, a text or a list of messages")
+    turns = () if prompt is not None or isinstance(responses[0], str) else map(operator.eq, *responses)
+    if 0 < (first := sum(itertools.takewhile(bool, turns))) < min(map(len, responses)):
+      prompt, responses = responses[0][:first], [response[first:] for response in responses]
+    for response in responses:
       whole = {"messages": response} if isinstance(response, list) else {"prompt": "", "completion": response}
       whole = whole if prompt is None else {"prompt": prompt, "completion": response}
       found.append(self.rendering.encode(json.dumps(record | whole, ensure_ascii=False).encode()))
