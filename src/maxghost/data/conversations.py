@@ -144,10 +144,10 @@ class Rendering:
     return ids, weights
 
   def _plain(self, prompt: str, completion: str) -> Pieces:
-    """Both tokenized alone, unless the tokenizer changes texts: it may begin each with a space. Then both together, and
-    the completion begins where the tokens are no longer those of the prompt alone, as in TRL."""
+    """Both tokenized alone, unless that says another text, as where the tokenizer begins each with a space. Then both
+    together, and the completion begins where the tokens are no longer those of the prompt alone, as in TRL."""
     own, rest, whole = self.tokenizer.encode([text.encode() for text in (prompt, completion, prompt + completion)])
-    if self.tokenizer.byte_table is None or self.tokenizer.normalizes:
+    if self.tokenizer.decode(np.concatenate([own, rest])) != (prompt + completion).encode():
       size = sum(itertools.takewhile(bool, map(operator.eq, own, whole)))
       own, rest = whole[:size], whole[size:]
     return [(own, False), (rest, True), *[([self.tokenizer.eos_id or 0], True)] * self.add_eos]
