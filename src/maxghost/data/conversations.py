@@ -27,7 +27,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SYNONYMS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 SIDES = ("chosen", "rejected")
 _EXAMINED = 10_000  # documents read before the training starts, so that what is wrong with them is said then
-Pieces = list[tuple[str | Sequence[int], bool]]  # texts or ids of tokens, and whether they are trained
+Pieces = list[tuple[str | list[int] | np.ndarray, bool]]  # texts or ids of tokens, and whether they are trained
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class PairUnits(ConversationUnits):
       found = [(ids, np.where(np.arange(len(ids)) < shared, 0, weight)) for ids, weight in found]
     elif isinstance(prompt, str):  # a response whose first token holds the prompt's end begins before the other one
       first = min(int(weight.argmax()) for _, weight in found)
-      found = [(ids, np.float32(np.arange(len(ids)) >= first)) for ids, _ in found]
+      found = [(ids, (np.arange(len(ids)) >= first).astype(np.float32)) for ids, _ in found]
     for name, (ids, _) in zip(REFERENCE_COLUMNS, found, strict=True) if self.has_reference else ():
       if not isinstance(value := record.get(name), int | float) or not math.isfinite(value):
         raise ValueError(f"its {name} is {value!r}, no finite number")
