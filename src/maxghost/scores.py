@@ -163,10 +163,8 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
     print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
     return 0
   share, nats = _token_share(answer, dropped), np.asarray(answer.columns["contribution"])[dropped].sum()
-  print(
-    f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats; to "
-    f"train without them: dataset_exclude_file={args.output}"
-  )
+  said = f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats"
+  print(f"{said}; to train without them: dataset_exclude_file={args.output}")
   return 0
 
 
@@ -188,10 +186,8 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
     return 0
   output.write_output(args.output, lines)
   share = _token_share(answer, slice(count))
-  print(
-    f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens, scores from "
-    f"{bound:+.4g} up; to train on them alone: dataset_include_file={args.output}"
-  )
+  said = f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens"
+  print(f"{said}, scores from {bound:+.4g} up; to train on them alone: dataset_include_file={args.output}")
   return 0
 
 

@@ -99,6 +99,54 @@ def test_what_is_trained():
   assert rendering(PLAIN, completion_only=False).encode(json.dumps({"messages": TURNS}).encode())[1].all()
 
 
+def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):
+  """As in TRL, prompt and completion are one text, and trained from where its tokens are not the prompt's alone."""
+  letters = {letter: n for n, letter in enumerate(["<unk>", "<s>", "</s>", *"▁+=36!:ye", "▁y", "▁ye"])}
+  inner = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [("▁", "y"), ("▁y", "e")], unk_token="<unk>"))
+  change = tokenizers.normalizers
+  inner.normalizer = change.Sequence([change.Prepend("▁"), change.Replace(" ", "▁")])  # as Llama 2 has it
+  inner.add_special_tokens(["<s>", "</s>"])
+  inner.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = load_tokenizer("huggingface", str(tmp_path))
+  made = Rendering(tokenizer, None, completion_only=True, add_bos=True, add_eos=True)
+
+  def spelled(ids, weights) -> str:
+    words = [tokenizer._spelled(number) for number in ids.tolist()]
+    return " ".join([*words[: weights.argmax()], "|", *words[weights.argmax() :]])
+
+  for prompt, completion, wanted in [
+    ("3+3=", "6", "<s> ▁ 3 + 3 = | 6 </s>"),
+    ("3:", " ye", "<s> ▁ 3 : | ▁ye </s>"),
+    ("3: ", "ye", "<s> ▁ 3 : | ▁ye </s>"),
+    ("", "6", "<s> | ▁ 6 </s>"),
+  ]:
+    record = json.dumps({"prompt": prompt, "completion": completion})
+    assert spelled(*made.encode(record.encode())) == wanted
+  pair = {"prompt": "3: ", "chosen": "ye", "rejected": "!"}
+  write(tmp_path / "p.jsonl", [pair] * 16)
+  cfg = dataclasses.replace(
+    BASE, max_target_length=16, ghost_val_sets=("p",), tokenizer_type="huggingface", tokenizer_path=f"{tmp_path}",
+    dataset_files=(f"p={tmp_path}/p.jsonl",),
+  )  # fmt: skip
+  (part,) = data.load_dataset(cfg, 0, batch_size=2, records="pairs").parts
+  # Both responses begin behind the colon: the probability of the rejected one contains that of its space.
+  sides = part.sides(json.dumps(pair).encode())
+  assert [spelled(*side) for side in sides] == ["<s> ▁ 3 : | ▁ye </s>", "<s> ▁ 3 : | ▁ ! </s>"]
+
+
+def test_what_a_record_tells_its_template():
+  """`chat_template_kwargs` are names that the template knows, as in TRL."""
+  source = "{% if mode is defined %}{{ mode }} {{ more }}\n{% endif %}" + PLAIN
+  own = {"chat_template_kwargs": {"mode": "brief", "more": 2}}
+  for turns in ({"messages": TURNS}, {"prompt": TURNS[:4], "completion": TURNS[4:]}):
+    whole, trained = encode(rendering(source), **turns)
+    assert encode(rendering(source), **turns, **own) == ("brief 2\n" + whole, trained)
+  assert (
+    encode(rendering(source), messages=TURNS, chat_template_kwargs=None)[0]
+    == encode(rendering(PLAIN), messages=TURNS)[0]
+  )
+
+
 def test_what_templates_may_use():
   source = "{{ messages[0] | tojson }}{{ tools | tojson(indent=1) }}{% for m in messages %}{% break %}{% endfor %}"
   template = chat.Template("t", source + "{{ strftime_now('%Y') }}\n    {% if true %}\nx{% endif %}")
@@ -131,6 +179,9 @@ def test_what_templates_may_use():
     ({"text": "x"}, None, "it has no messages"),
     ({"prompt": TURNS[:2], "completion": TURNS[1:2]}, None, "no turn of the assistant"),
     ({"messages": TURNS, "tools": [{"name": "f"}]}, None, "tools, which need a chat template"),
+    ({"messages": TURNS, "chat_template_kwargs": {"a": 1}}, None, "chat_template_kwargs, which need a chat template"),
+    ({"messages": TURNS, "chat_template_kwargs": [1]}, PLAIN, "chat_template_kwargs are no object"),
+    ({"messages": TURNS, "chat_template_kwargs": {"tools": 1}}, PLAIN, "t.jinja fails.*'tools'"),
     ({"messages": [TURNS[1], {"role": "assistant", "tool_calls": [{}]}]}, None, "tool_calls, which need"),
     ({"messages": [*TURNS, {"role": "user", "content": "\U000f0000"}]}, None, "private characters"),
     ({"messages": TURNS}, "{{ raise_exception('no system') }}", "t.jinja fails: no system"),
@@ -270,6 +321,27 @@ def test_long_conversations(corpus, tmp_path):
   row = next(batch.arrays for batch in found if (batch.document_BS == 4).any())
   assert row["targets_weights"][b].sum() > 70 and not any((batch.document_BS == 5).any() for batch in found)
   assert "cut off by the length of a row: 1" in dataset.train.describe() and "1 corrupt" in dataset.train.describe()
+
+
+def test_special_tokens_in_plain_texts_are_told(tmp_path):
+  """TRL reads them as special tokens; only a template can write them here. A conversation's template may hold some."""
+  said = "of the first 3 conversations, 1 spell special tokens"
+  plain = {"prompt": "<|im_start|>user", "completion": "2<|im_end|>"}
+  write(
+    tmp_path / "a.jsonl",
+    [plain, {"prompt": "<im>", "completion": "|"}, {"messages": [TURNS[1], TURNS[2] | {"content": "</s>"}]}],
+  )
+  write(tmp_path / "t.jsonl", sums(2))
+  (tmp_path / "t.jinja").write_text(PLAIN.replace("eos_token", "'</s>'"))
+  cfg = dataclasses.replace(
+    BASE, dataset_files=(f"a={tmp_path}/a.jsonl",), ghost_val_sets=(f"t={tmp_path}/t.jsonl",), add_bos=False,
+    tokenizer_type="huggingface", tokenizer_path=tokenizer_file(), chat_template_path=f"{tmp_path}/t.jinja",
+    add_eos=False,
+  )  # fmt: skip
+  (note,) = (note for note in dataset_of(cfg).notes() if "spell" in note)
+  assert note.startswith(said)
+  bytes_alone = dataset_of(cfg, tokenizer_type="byte", tokenizer_path="", chat_template_path="")
+  assert not [note for note in bytes_alone.notes() if "spell" in note]
 
 
 def test_bad_files_are_named_with_their_line(corpus, tmp_path):

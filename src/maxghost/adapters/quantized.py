@@ -206,10 +206,9 @@ class QuantizedMoe(RoutedMoe):
   def experts(self, x_BTD, index_BTk, weight_BTk):
     split = find_split(self, x_BTD.shape)
     if split is not None and split.width:
-      raise ConfigError(
-        f"{self.qtype} keeps the blocks of experts whole, but the mesh divides their width over "
-        f"{', '.join(split.width)}; use ici_expert_parallelism, or lora_weight_qtype=bfloat16"
-      )
+      said = f"{self.qtype} keeps the blocks of experts whole, but the mesh divides their width over"
+      fix = "use ici_expert_parallelism, or lora_weight_qtype=bfloat16"
+      raise ConfigError(f"{said} {', '.join(split.width)}; {fix}")
     return super().experts(x_BTD, index_BTk, weight_BTk)
 
   def _product(self, params, name, x_RI, rows):

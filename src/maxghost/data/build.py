@@ -68,7 +68,14 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
   layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   batch_size //= 2 if records == "pairs" else 1  # rows of the data, each of which makes two of a batch
-  _check_rows(cfg, source, batch_size, num_shards)
+  if batch_size % num_shards:
+    raise ConfigError(f"a global batch of {batch_size} rows does not divide over {num_shards} shards; use a multiple")
+  if batch_size % cfg.dataset_shards:
+    said = f"dataset_shards={cfg.dataset_shards} does not divide the global batch of {batch_size} rows"
+    raise ConfigError(f"{said}; use one of {', '.join(map(str, divisors(batch_size)))}")
+  if source.num_bytes < cfg.max_target_length:
+    said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
+    raise ConfigError(f"{said}; use a shorter row or more data")
   parts = _parts(source, cfg, seed, tokenizer, layout, records)
   streams, weights = _streams(cfg, parts[0], seed)
   identity, per_lane = _identity(cfg, seed, batch_size, parts), batch_size // cfg.dataset_shards
@@ -223,17 +230,6 @@ def parse_weights(cfg: DataConfig, domains: tuple[str, ...]) -> dict[str, float]
   if total <= 0:
     raise ConfigError("dataset_mixture is all 0: nothing to train on")
   return weights
-
-
-def _check_rows(cfg: DataConfig, source: Source, batch_size: int, num_shards: int) -> None:
-  if batch_size % num_shards:
-    raise ConfigError(f"a global batch of {batch_size} rows does not divide over {num_shards} shards; use a multiple")
-  if batch_size % cfg.dataset_shards:
-    said = f"dataset_shards={cfg.dataset_shards} does not divide the global batch of {batch_size} rows"
-    raise ConfigError(f"{said}; use one of {', '.join(map(str, divisors(batch_size)))}")
-  if source.num_bytes < cfg.max_target_length:
-    said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
-    raise ConfigError(f"{said}; use a shorter row or more data")
 
 
 def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -> dict:

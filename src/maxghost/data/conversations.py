@@ -1,13 +1,15 @@
 """Conversations as documents: checked, rendered, tokenized, and weighted where the assistant speaks.
 
 The text of such a document is a JSON object: `messages` with roles, or `prompt` and `completion` (texts or messages),
-and `tools` for a template that shows them. A pair of responses has `chosen` and `rejected` (texts or messages) with the
-`prompt` of both; without one, the prompt is what the tokens of both begin with.
+and `tools` and `chat_template_kwargs` for the template. A pair of responses has `chosen` and `rejected` (texts or
+messages) with the `prompt` of both; without one, it is the messages that both begin with, else the tokens.
 """
 
 import functools
+import itertools
 import json
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +27,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SYNONYMS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 SIDES = ("chosen", "rejected")
 _EXAMINED = 10_000  # documents read before the training starts, so that what is wrong with them is said then
-Pieces = list[tuple[str | int, bool]]  # texts or ids of tokens, and whether they are trained
+Pieces = list[tuple[str | list[int] | np.ndarray, bool]]  # texts or ids of tokens, and whether they are trained
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Conversation:
   messages: tuple[dict, ...] = ()
   first: int = 0  # the message from which on the assistant is trained
   tools: Any = None
+  words: tuple[tuple[str, Any], ...] = ()  # names that the template knows besides its own
   plain: tuple[str, str] | None = None  # prompt and completion, in place of messages; no template is applied
 
 
@@ -44,6 +47,8 @@ def read(text: bytes) -> Conversation:
     raise ValueError("it holds one of the private characters U+F0000 and U+F0001")
   record = json.loads(text)
   tools, prompt, completion = (record.get(name) for name in ("tools", "prompt", "completion"))
+  if not isinstance(words := record.get("chat_template_kwargs") or {}, dict):
+    raise ValueError("its chat_template_kwargs are no object")
   if isinstance(prompt, str) and isinstance(completion, str) and "messages" not in record:
     if not completion:
       raise ValueError("the completion is empty; there is nothing to train on")
@@ -54,7 +59,8 @@ def read(text: bytes) -> Conversation:
     messages, before = messages_of(completion, "completion"), messages_of(prompt, "prompt")
   if not any(message["role"] == "assistant" for message in messages):
     raise ValueError("it has no turn of the assistant; there is nothing to train on")
-  return Conversation(before + messages, len(before), json.loads(tools) if isinstance(tools, str) else tools)
+  tools = json.loads(tools) if isinstance(tools, str) else tools
+  return Conversation(before + messages, len(before), tools, tuple(words.items()))
 
 
 def messages_of(given: Any, name: str) -> tuple[dict, ...]:
@@ -100,12 +106,11 @@ class Rendering:
     """Ids (int32[n]) and weights (float32[n]) of a document. Raises ValueError with the reason in one line."""
     found = read(text)
     if found.plain:
-      end = [(self.tokenizer.eos_id, True)] if self.add_eos and self.tokenizer.eos_id is not None else []
-      ids, weights = self._joined([(found.plain[0], False), (found.plain[1], True), *end])
+      ids, weights = self._joined(self._plain(*found.plain))
     elif self.template:
-      ids, weights = self._templated(self.template, found)
-    elif found.tools:
-      raise ValueError("it has tools, which need a chat template; give chat_template_path")
+      ids, weights = self._templated(replace(self.template, words=self.template.words + found.words), found)
+    elif name := "tools" * bool(found.tools) or "chat_template_kwargs" * bool(found.words):
+      raise ValueError(f"it has {name}, which need a chat template; give chat_template_path")
     else:
       ids, weights = self._joined(self._turns(found.messages, found.first))
     if not weights[1:].any():
@@ -138,6 +143,15 @@ class Rendering:
       weights[(places[:, 0] < stop) & (places[:, 1] > start)] = 1
     return ids, weights
 
+  def _plain(self, prompt: str, completion: str) -> Pieces:
+    """Both tokenized alone, unless that says another text, as where the tokenizer begins each with a space. Then both
+    together, and the completion begins where the tokens are no longer those of the prompt alone, as in TRL."""
+    own, rest, whole = self.tokenizer.encode([text.encode() for text in (prompt, completion, prompt + completion)])
+    if self.tokenizer.decode(np.concatenate([own, rest])) != (prompt + completion).encode():
+      size = sum(itertools.takewhile(bool, map(operator.eq, own, whole)))
+      own, rest = whole[:size], whole[size:]
+    return [(own, False), (rest, True), *[([self.tokenizer.eos_id or 0], True)] * self.add_eos]
+
   def _turns(self, messages: Sequence[dict], first: int = 0) -> Pieces:
     """Lines `role: content`; an answer ends with the end token. Raises ConfigError for a tokenizer of words."""
     if self.tokenizer.name != BYTE:
@@ -149,15 +163,15 @@ class Rendering:
         raise ValueError(f"turn {number + 1} has tool_calls, which need a chat template; give chat_template_path")
       answer = role == "assistant"
       pieces.append(("\n" * (number > 0) + f"{role}:" + f" {content}" * (not answer), False))
-      pieces += [(f" {content}", trained), (self.tokenizer.eos_id or 0, trained)] if answer else []
+      pieces += [(f" {content}", trained), ([self.tokenizer.eos_id or 0], trained)] if answer else []
     return pieces
 
   def _joined(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of the pieces, each tokenized alone, behind the begin token."""
     check_specials(self.tokenizer, self.add_bos, self.add_eos)
     if self.add_bos:
-      pieces = [(self.tokenizer.bos_id or 0, False), *pieces]
-    ids = [np.array([p]) if isinstance(p, int) else self.tokenizer.encode([p.encode()])[0] for p, _ in pieces]
+      pieces = [([self.tokenizer.bos_id or 0], False), *pieces]
+    ids = [self.tokenizer.encode([p.encode()])[0] if isinstance(p, str) else np.asarray(p) for p, _ in pieces]
     weights = np.repeat(np.array([trained for _, trained in pieces], np.float32), list(map(len, ids)))
     return np.concatenate(ids).astype(np.int32), weights
 
@@ -187,8 +201,9 @@ class ConversationUnits(Units):
     return (str(made.completion_only), *((made.template.source, repr(made.template.words)) if made.template else ()))
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
-    """As `Units.tokenized`; `cut` counts those that lose a part of what is trained."""
+    """As `Units.tokenized`; cut: those that lose a part of what is trained, spelled: plain ones with special tokens."""
     most, indices, found = self.layout.row_length + 1, [], []
+    specials = [name.encode() for name in self.tokenizer.specials]
     for index, text in zip(documents.tolist(), texts, strict=True):
       try:
         sides = self.sides(text)
@@ -203,6 +218,7 @@ class ConversationUnits(Units):
           counts[name] += change
         continue
       counts["cut"] += any(weight[most:].any() for _, weight in sides)
+      counts["spelled"] += b'"role": ' not in text and any(name in text for name in specials)
       indices.append(index)
       found.append([(ids[:most], weight[:most]) for ids, weight in sides])
     return self.joined(np.array(indices, np.int64), found)
@@ -228,23 +244,27 @@ class PairUnits(ConversationUnits):
   def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
     record = json.loads(text)
     prompt, most, found = record.get("prompt"), self.layout.row_length + 1, []
-    for name in SIDES:
-      response = record.get(name)
+    responses = [record.get(name) for name in SIDES]
+    for name, response in zip(SIDES, responses, strict=True):
       if not response or not isinstance(response, str | list):
         raise ValueError(f"it has no {name} response, a text or a list of messages")
+    turns = () if prompt is not None or isinstance(responses[0], str) else map(operator.eq, *responses)
+    if 0 < (first := sum(itertools.takewhile(bool, turns))) < min(map(len, responses)):
+      prompt, responses = responses[0][:first], [response[first:] for response in responses]
+    for response in responses:
       whole = {"messages": response} if isinstance(response, list) else {"prompt": "", "completion": response}
       whole = whole if prompt is None else {"prompt": prompt, "completion": response}
-      tools = {"tools": record["tools"]} if "tools" in record else {}
-      found.append(self.rendering.encode(json.dumps(whole | tools, ensure_ascii=False).encode()))
+      found.append(self.rendering.encode(json.dumps(record | whole, ensure_ascii=False).encode()))
     (chosen, _), (rejected, _) = found
     if np.array_equal(chosen[:most], rejected[:most]):
       where = "" if np.array_equal(chosen, rejected) else f" up to max_target_length={most - 1}"
       raise ValueError(f"its chosen and rejected responses are the same{where}")
     if prompt is None:
-      size = min(len(chosen), len(rejected))
-      differ = np.flatnonzero(chosen[:size] != rejected[:size])
-      shared = int(differ[0]) if len(differ) else size
+      shared = sum(itertools.takewhile(bool, map(operator.eq, chosen, rejected)))
       found = [(ids, np.where(np.arange(len(ids)) < shared, 0, weight)) for ids, weight in found]
+    elif isinstance(prompt, str):  # a response whose first token holds the prompt's end begins before the other one
+      first = min(int(weight.argmax()) for _, weight in found)
+      found = [(ids, (np.arange(len(ids)) >= first).astype(np.float32)) for ids, _ in found]
     for name, (ids, _) in zip(REFERENCE_COLUMNS, found, strict=True) if self.has_reference else ():
       if not isinstance(value := record.get(name), int | float) or not math.isfinite(value):
         raise ValueError(f"its {name} is {value!r}, no finite number")

@@ -155,6 +155,7 @@ def _cut(part: Units) -> list[str]:
   of = f"of the first {met.get('documents', 0) + met.get('corrupt', 0):,} conversations"
   said = {"corrupt": "are left out: they cannot be trained on"}
   said["cut"] = f"lose a part of their answers to max_target_length={length}"
+  said["spelled"] = "spell special tokens in plain texts, which are encoded as text; write such records as messages"
   return [f"{of}, {met[name]:,} {what}" for name, what in said.items() if met.get(name)]
 
 

@@ -172,9 +172,8 @@ def _rotary(read: _Reader, parameters: Mapping[str, Any]) -> dict[str, Any]:
     name = "original_max_position_embeddings"
     keys[name] = read.typed(name, parameters.get(name) or read.get("max_position_embeddings"), int)
     if (own := read.get(name, default=keys[name])) != keys[name]:
-      read.problem(
-        f"{name}={shown(own)}, beside {shown(keys[name])} for the rotation: transformers 4 and 5 differ here"
-      )
+      said = f"{name}={shown(own)}, beside {shown(keys[name])} for the rotation"
+      read.problem(f"{said}: transformers 4 and 5 differ here")
   if kind == "yarn" and not read.problems:
     keys["rope_attention_scaling"] = _scales_attention(read, parameters)
   return keys

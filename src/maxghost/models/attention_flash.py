@@ -116,20 +116,16 @@ def cudnn(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, implementatio
     raise ConfigError(f"attention=flash computes in bfloat16 on gpu, not {dtype}; {fix}")
   length, width = q_BTHh.shape[1], q_BTHh.shape[-1]
   if width % 8 or width > 256:
-    raise ConfigError(
-      f"attention=flash on gpu needs a head_dim that is a multiple of 8 and at most 256; head_dim={width}: use "
-      f"head_dim={min(256, max(8, 8 * round(width / 8)))}, or attention=blockwise"
-    )
+    said = f"attention=flash on gpu needs a head_dim that is a multiple of 8 and at most 256; head_dim={width}"
+    raise ConfigError(f"{said}: use head_dim={min(256, max(8, 8 * round(width / 8)))}, or attention=blockwise")
   for name, value in (("soft cap", shape.soft_cap), ("sinks", sinks)):
     if value is not None:
       raise ConfigError(f"attention=flash has no {name} on gpu; use attention=blockwise")
   options: Any = {"scale": shape.scale, "is_causal": True, "implementation": implementation}
   if segment_ids_BT is not None:
     if length % 2:
-      raise ConfigError(
-        f"attention=flash on gpu needs an even number of positions for packed rows; max_target_length={length}: use "
-        f"max_target_length={length + 1}, or attention=blockwise"
-      )
+      said = f"attention=flash on gpu needs an even number of positions for packed rows; max_target_length={length}"
+      raise ConfigError(f"{said}: use max_target_length={length + 1}, or attention=blockwise")
     options["mask"] = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
   if shape.window is not None:
     options["local_window_size"] = (shape.window - 1, 0)

@@ -111,10 +111,8 @@ class Generator:
     if not len(lengths_B) or lengths_B.min() < 1 or num_new < 1:
       raise ValueError("each prompt needs at least one token, and at least one is to be added")
     if lengths_B.max() + num_new > self._cache_size:
-      raise ValueError(
-        f"a prompt of {lengths_B.max()} tokens and {num_new} new ones are more than the {self._cache_size} positions "
-        "of the cache"
-      )
+      said = f"a prompt of {lengths_B.max()} tokens and {num_new} new ones are more than the"
+      raise ValueError(f"{said} {self._cache_size} positions of the cache")
     width = min(-(-int(lengths_B.max()) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, self._cache_size)
     tokens_BT = np.zeros((len(lengths_B), width), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=True):

@@ -18,10 +18,8 @@ TEMPERATURE = 0.7
 def encode(texts: Sequence[str], tokenizer: Tokenizer, cfg: Config, name: str = "the prompt") -> list[list[int]]:
   """Ids of each text, with the begin token if the model was trained with one. Raises ConfigError."""
   if tokenizer.vocab_size > cfg.model.vocab_size:
-    raise ConfigError(
-      f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary {cfg.model.vocab_size}: "
-      "they do not belong together"
-    )
+    said = f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary"
+    raise ConfigError(f"{said} {cfg.model.vocab_size}: they do not belong together")
   begin = [tokenizer.bos_id] if cfg.data.add_bos and tokenizer.bos_id is not None else []
   prompts = [begin + ids.tolist() for ids in tokenizer.encode([utf8(text, name) for text in texts])]
   for text, prompt in zip(texts, prompts, strict=True):
@@ -46,10 +44,9 @@ class Sampler:
     self._prompts = encode([self._text], tokenizer, cfg, "sample_prompt")
     size, most = len(self._prompts[0]) + NUM_TOKENS, cfg.model.trainable_position_size
     if 0 < most < size:
-      raise ConfigError(
-        f"sample_prompt has {len(self._prompts[0])} tokens, and {NUM_TOKENS} are sampled behind it: the model has only "
-        f"{most} positions; use a shorter prompt, or sample_every=0 and `maxghost generate` on a checkpoint"
-      )
+      said = f"sample_prompt has {size - NUM_TOKENS} tokens, and {NUM_TOKENS} are sampled behind it: the model has only"
+      fix = "use a shorter prompt, or sample_every=0 and `maxghost generate` on a checkpoint"
+      raise ConfigError(f"{said} {most} positions; {fix}")
     self._stop_ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     model, sampling = nnx.graphdef(adapters.create_abstract(cfg)), Sampling(TEMPERATURE)
     self._generator = Generator(model, size, sampling=sampling, stop_ids=self._stop_ids)

@@ -53,10 +53,9 @@ def check_layout(cfg: Config, layout: Layout) -> None:
     raise ConfigError(f"{said}; use quantize_kvcache=false")
   if unused := unused_axes(layout.rules):
     axis = unused[0]
-    raise ConfigError(
-      f"mesh axis '{axis}' has {layout.mesh.shape[axis]} devices, but no row of logical_axis_rules names it: they "
-      f"would all do the same work; use ici_{axis}_parallelism=1, or add a row such as [layers, [{axis}]]"
-    )
+    said = f"mesh axis '{axis}' has {layout.mesh.shape[axis]} devices, but no row of logical_axis_rules names it"
+    fix = f"use ici_{axis}_parallelism=1, or add a row such as [layers, [{axis}]]"
+    raise ConfigError(f"{said}: they would all do the same work; {fix}")
   length, context = cfg.data.max_target_length, layout.rules.sizes["context"]
   if length % context:
     near = max(length - length % context, context)
@@ -71,10 +70,9 @@ def check_layout(cfg: Config, layout: Layout) -> None:
       raise ConfigError(problem)
   rows, parts = rows_per_step(cfg, layout.num_devices), layout.row_parts
   if cfg.ghost.ghost_enabled and cfg.ghost.ghost_schedule == "concat" and cfg.ghost.ghost_val_batch_size % parts:
-    raise ConfigError(
-      f"ghost_schedule=concat appends ghost_val_batch_size={cfg.ghost.ghost_val_batch_size} rows to the batch, which "
-      f"then does not divide over {parts} devices; use ghost_val_batch_size={parts}, or ghost_schedule=two_pass"
-    )
+    said = f"ghost_schedule=concat appends ghost_val_batch_size={cfg.ghost.ghost_val_batch_size} rows to the batch"
+    fix = f"use ghost_val_batch_size={parts}, or ghost_schedule=two_pass"
+    raise ConfigError(f"{said}, which then does not divide over {parts} devices; {fix}")
   chosen = num_chosen(cfg, rows)
   if chosen % parts:
     near = max(parts, chosen - chosen % parts)

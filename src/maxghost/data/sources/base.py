@@ -14,8 +14,8 @@ from maxghost.data.types import Document, DocumentId
 T = TypeVar("T")
 _REPAIR = "repair or remove it, or use on_corrupt=skip"
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
-COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools"),
-           "pairs": ("prompt", "chosen", "rejected", "tools", *REFERENCE_COLUMNS)}  # fmt: skip
+COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
+           "pairs": ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *REFERENCE_COLUMNS)}  # fmt: skip
 
 
 class Kept(tuple[str, ...]):
