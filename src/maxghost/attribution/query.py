@@ -161,19 +161,22 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
     raise ConfigError(f"--where {', '.join(wrong)}: with --by {query.by} only step and domain can be selected")
   if query.scale != "nats":
     raise ConfigError(f"--scale {query.scale}: with --by {query.by} contributions are in nats only")
-  names, parts = (), []
+  names, steps, parts = (), [], []
   for modules in log.modules():
-    value_SMLD = modules.contribution_SMLDK[where.holds("step", modules.steps)][..., k]
+    selected = where.holds("step", modules.steps)
+    value_SMLD = modules.contribution_SMLDK[selected][..., k]
     value_SML = value_SMLD[..., where.holds("domain", modules.domains)].astype(np.float64).sum(-1)
     by_module = modules.names, np.nansum(value_SML, 2)
     names, value_SG = by_module if query.by == "module" else aggregate.layer_rows(modules, value_SML)
+    steps.append(modules.steps[selected])
     parts.append(value_SG)
   if not parts:
     raise ConfigError(f"--by {query.by}: this run did not log contributions by module")
   rows = aggregate.GroupSums(log, "step")
   aggregate.scan(log, [rows], where if where.conditions else None)
   tokens = int(rows.result().tokens.sum())
-  sums_GS = np.concatenate(parts).T
+  place = np.unique(np.concatenate(steps), return_inverse=True)[1]  # each process logs its part of a step
+  sums_GS = np.array([np.bincount(place, values) for values in np.concatenate(parts).T])
   return {
     query.by: np.array(names, dtype=np.str_),
     "tokens": np.full(len(names), tokens),
