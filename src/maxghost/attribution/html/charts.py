@@ -105,7 +105,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
   power = 10 ** math.floor(math.log10(rough))
   step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
   first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-  return [round(i * step, 12) for i in range(first, last + 1)]
+  return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def tick_text(value: float, step: float) -> str:
