@@ -263,6 +263,17 @@ def test_one_exposure_has_no_interval_in_json(tmp_path, capsys):
   assert json.loads(capsys.readouterr().out)["rows"][0]["half_width"] is None
 
 
+def test_a_document_without_tokens_has_no_value_per_token(tmp_path, capsys):
+  writer = Writer(tmp_path)
+  rows = {"tokens": [0, 4], "loss": [0.0, 2.0], "dot": [0.0, 1.0], "contribution": [0.0, -1.0]}
+  writer.append({"step": 0}, rows, [("a", "none", 0), ("a", "four", 0)])
+  writer.close()
+  assert scores.main([str(tmp_path), "--by", "source", "--sort", "loss", "--format", "json"]) == 0
+  four, none = json.loads(capsys.readouterr().out)["rows"]
+  assert four["loss"] == 2.0 and four["per_million_tokens"] == -250_000 and none["contribution"] == 0
+  assert none["path"] == "none" and none["loss"] is none["per_million_tokens"] is None
+
+
 def test_texts_by_id(run_dir, capsys):
   assert scores.main([str(run_dir), "--by", "document", "--top", "2", "--text", "--format", "json"]) == 0
   rows = json.loads(capsys.readouterr().out)["rows"]

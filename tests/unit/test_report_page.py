@@ -14,7 +14,7 @@ from attribution_runs import make_run
 from maxghost import attribution, report, scores
 from maxghost.attribution import report_text
 from maxghost.attribution.html import render
-from maxghost.attribution.html.charts import Line, line_chart
+from maxghost.attribution.html.charts import Line, line_chart, ticks
 from maxghost.attribution.summary import Ledger, summarize
 from maxghost.attribution.texts import Source
 from maxghost.scorelog import Writer
@@ -102,6 +102,10 @@ def test_a_curve_beyond_the_scored_steps_stays_in_its_chart():
   chart = line_chart("Loss", lines, (0, 19), "nats")
   assert all(chart["left"] <= x <= chart["right"] for line in chart["lines"] for x, _ in line["points"])
   assert [text for _, text in chart["x_ticks"]] == ["0", "10", "20", "30", "44"]
+
+
+def test_ticks_of_tiny_values_are_evenly_spaced():
+  assert ticks(0, 2.16e-12) == [0, 5e-13, 1e-12, 1.5e-12, 2e-12, 2.5e-12]
 
 
 def test_the_axis_of_a_single_step_has_no_other():

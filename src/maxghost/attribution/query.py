@@ -95,7 +95,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   k, notes = log.val_sets.index(val_set), list(log.messages)
   where = Where(query.where, k, log.fields)
   columns = (_by_layer if query.by in ("layer", "module") else _by_rows)(log, query, where, k, notes)
-  tokens, num_groups = np.maximum(columns["tokens"], 1), len(columns["contribution"])
+  tokens, num_groups = np.where(columns["tokens"] > 0, columns["tokens"], np.nan), len(columns["contribution"])
   columns["per_million_tokens"] = columns["contribution"] / tokens * 1e6
   columns["per_million_half_width"] = columns["half_width"] / tokens * 1e6
   if "chunks" in columns:
@@ -133,7 +133,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
     half_width = np.full(len(result), np.nan)
   return {
     **result.keys, "chunks": result.exposures, "tokens": result.tokens, "share": result.share,
-    "loss": result.loss_tokens / np.maximum(result.tokens, 1), "contribution": total,
+    "loss": result.loss_tokens / np.where(result.tokens > 0, result.tokens, np.nan), "contribution": total,
     **({"in_all": result.in_all_GK[:, k]} if log.knows_in_all else {}), "half_width": half_width,
   }  # fmt: skip
 
