@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -92,6 +94,19 @@ def test_merging_of_partial_sums(run_dir, table, monkeypatch):
   np.testing.assert_allclose(groups.contribution_GK[:, 0], [expected[key][2] for key in keys], rtol=1e-6, atol=1e-12)
 
 
+def test_sums_over_many_files_take_linear_time(run_dir):
+  """A run with short intervals has one part per file, and far fewer groups than would be merged early."""
+  log = attribution.load(run_dir)
+  sums, shard, rows, seconds = aggregate.GroupSums(log, "domain"), log.shards[0], log.shards[0].rows()[:1], []
+  for _ in range(6):
+    begin = time.process_time()
+    for _ in range(1500):
+      sums.add(shard, rows)
+    seconds.append(time.process_time() - begin)
+  assert seconds[-1] < 3 * seconds[0]
+  assert sums.result().exposures.tolist() == [9000]
+
+
 def test_negative_and_huge_offsets_are_kept_apart(tmp_path):
   """Offsets that do not fit beside the path in one sort key."""
   writer = Writer(tmp_path)
@@ -120,6 +135,25 @@ def test_layers_add_up_to_domains(run_dir):
     "logits_dense",
     "token_embedder",
   ]
+
+
+def test_intervals_of_layers_do_not_depend_on_the_number_of_processes(tmp_path):
+  """Each process logs its part of a step; blocks are of steps, whose parts are added up before."""
+  part_SPML = np.random.default_rng(0).normal(0, 1, (9, 2, 2, 3, 1)).astype(np.float32)
+  names = {"names": ("wq", "wo"), "domains": ("a",)}
+  for run, logged_SPML in (("one", part_SPML.sum(1, keepdims=True)), ("two", part_SPML)):
+    num = logged_SPML.shape[1]
+    writers = [Writer(tmp_path / run, process=(process, num), period=4) for process in range(num)]
+    for step, process in itertools.product(range(9), range(num)):
+      modules = names | {"contribution": logged_SPML[step, process]}
+      rows = {"tokens": [4 // num], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
+      writers[process].append({"step": step}, rows, [("a", "x", 0)], modules=modules)
+    for writer in writers:
+      writer.close()
+  for by, where in itertools.product(("layer", "module"), ("", "step>2")):
+    one, two = (ask(attribution.load(tmp_path / run), Query(by=by, where=where)).columns for run in ("one", "two"))
+    for name in ("contribution", "half_width", "tokens"):
+      np.testing.assert_allclose(two[name], one[name], rtol=1e-5)
 
 
 def test_scales(run_dir, table):
@@ -227,6 +261,17 @@ def test_one_exposure_has_no_interval_in_json(tmp_path, capsys):
   writer.close()
   assert scores.main([str(tmp_path), "--by", "document", "--format", "json"]) == 0
   assert json.loads(capsys.readouterr().out)["rows"][0]["half_width"] is None
+
+
+def test_a_document_without_tokens_has_no_value_per_token(tmp_path, capsys):
+  writer = Writer(tmp_path)
+  rows = {"tokens": [0, 4], "loss": [0.0, 2.0], "dot": [0.0, 1.0], "contribution": [0.0, -1.0]}
+  writer.append({"step": 0}, rows, [("a", "none", 0), ("a", "four", 0)])
+  writer.close()
+  assert scores.main([str(tmp_path), "--by", "source", "--sort", "loss", "--format", "json"]) == 0
+  four, none = json.loads(capsys.readouterr().out)["rows"]
+  assert four["loss"] == 2.0 and four["per_million_tokens"] == -250_000 and none["contribution"] == 0
+  assert none["path"] == "none" and none["loss"] is none["per_million_tokens"] is None
 
 
 def test_texts_by_id(run_dir, capsys):

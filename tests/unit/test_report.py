@@ -227,7 +227,7 @@ def test_documents_are_ranked_by_what_is_sure_per_token(tmp_path):
   assert "at the lower end of the 95 % interval, among the 5 documents" in report_text.helped_sentence(part)
   assert "Of 5 documents without any effect, less than one" in report_text.hurt_sentence(part)
   page, only = render(summarize(attribution.load(tmp_path))), [({}, [("a", "x", 0, 0, 10, -1.0)])] * 4
-  assert page.index("Documents that helped most") < page.index("a · short") < page.index("Documents that hurt")
+  assert page.index("Documents that helped most") < page.index("<bdi>short") < page.index("Documents that hurt")
   part = summarize(attribution.load(write_log(tmp_path / "b", only))).sets[0]
   assert not part.helped and "None of the 1 document with 3 or more" in report_text.helped_sentence(part)
   assert [v.path for v in part.hurt] == ["x"] and not part.bottom

@@ -14,6 +14,7 @@ from attribution_runs import make_run
 from maxghost import attribution, report, scores
 from maxghost.attribution import report_text
 from maxghost.attribution.html import render
+from maxghost.attribution.html.charts import Line, line_chart, ticks
 from maxghost.attribution.summary import Ledger, summarize
 from maxghost.attribution.texts import Source
 from maxghost.scorelog import Writer
@@ -53,8 +54,11 @@ def test_a_report_of_a_single_document(tmp_path, capsys):
 
 @pytest.mark.browser
 @pytest.mark.skipif(not (shutil.which("chromium") or shutil.which("google-chrome")), reason="chromium is not installed")
-def test_the_page_on_a_phone(run_dir, tmp_path):
+@pytest.mark.parametrize("long_names", [False, True])
+def test_the_page_on_a_phone(run_dir, tmp_path, long_names):
   """At a width of 390, nothing reaches over the edge: wide tables, the ledger among them, scroll by themselves."""
+  if long_names:
+    run_dir = named_run(tmp_path / "long", ("n" * 200, "long name " * 20), ("s" * 80, "t"))
   looks = """const d = e.target.contentDocument, wide = [...d.querySelectorAll("*")].filter(x => !x.closest(".scroll")
     && x.getBoundingClientRect().width && x.getBoundingClientRect().right > 391);
     document.title = d.documentElement.scrollWidth + " " + d.querySelectorAll(".scroll table").length + " " +
@@ -70,6 +74,46 @@ def test_the_page_on_a_phone(run_dir, tmp_path):
   dom = subprocess.run(command, capture_output=True, timeout=120, text=True).stdout
   width, tables, over = re.search(r"<title>(\d+) (\d+) (.*?)</title>", dom, re.S).groups()
   assert int(width) <= 390 and int(tables) > 4 and over == ""
+
+
+def named_run(folder, domains, val_sets=("manual",)):
+  """Two steps over documents of these domains, in which the measured drop is known."""
+  writer, num = Writer(folder, val_sets), len(domains)
+  values = np.linspace(1, 2, num * len(val_sets)).reshape(num, -1)
+  for step in range(2):
+    rows = {"tokens": [9] * num, "loss": [1.0] * num, "dot": values, "contribution": values}
+    losses = {"val_loss": 3.0 - step, "prev_val_loss": 3.0 - step, "predicted_examples": values.sum(0)}
+    writer.append({"step": step} | losses, rows, [(name, f"{name}/file.txt", 7) for name in domains])
+  writer.close()
+  return folder
+
+
+def test_names_written_from_the_right_keep_their_numbers(tmp_path):
+  """Each name is isolated or followed by a mark, so that numbers behind it do not move before it."""
+  name, other = "\u05e2\u05d1\u05e8\u05d9\u05ea", "\u0627\u0644\u0639"
+  page = render(summarize(attribution.load(named_run(tmp_path / "run", (name, other)))))
+  assert re.search(f"tokens: {other}\u200e [^ ]+, {name}\u200e [^ ]+\\.</p>", page)
+  assert f"<bdi>{name}</bdi> · <bdi>{name}/file.txt</bdi> @ 7</span>" in page
+
+
+def test_a_curve_beyond_the_scored_steps_stays_in_its_chart():
+  """Metrics are written in every step, scores once in an interval: the axis reaches as far as the longest curve."""
+  lines = [Line("validation", np.arange(20), np.linspace(3, 2, 20), 8), Line("training", np.arange(45), np.ones(45), 7)]
+  chart = line_chart("Loss", lines, (0, 19), "nats")
+  assert all(chart["left"] <= x <= chart["right"] for line in chart["lines"] for x, _ in line["points"])
+  assert [text for _, text in chart["x_ticks"]] == ["0", "10", "20", "30", "44"]
+
+
+def test_ticks_of_tiny_values_are_evenly_spaced():
+  assert ticks(0, 2.16e-12) == [0, 5e-13, 1e-12, 1.5e-12, 2e-12, 2.5e-12]
+
+
+def test_the_axis_of_a_single_step_has_no_other():
+  line = Line("only", np.array([7, 7]), np.array([0.0, 2.0]), 0)  # a sum, from its start
+  chart = line_chart("Sum", [line], (7, 7), "nats", zero=True)
+  ((x, text),) = chart["x_ticks"]
+  assert text == "7" and chart["left"] < x < chart["right"]
+  assert json.loads(chart["readout"]) == [[x, "step 7", "only 2.00"]]
 
 
 def test_the_set_of_a_loop_of_ones_own_is_not_called_twice():

@@ -395,3 +395,18 @@ def test_names_of_files_that_are_no_utf8_are_exported(tmp_path):
   to_parquet(log, tmp_path / "out")
   assert pq.read_table(tmp_path / "out" / "rows.parquet")["path"].to_pylist() == ["caf?"]
   assert log.to_pandas()["path"].tolist() == ["caf?"] and log["path"].tolist() == [name]
+
+
+def test_an_unfinished_file_may_be_replaced_while_it_is_read(tmp_path):
+  """A checkpoint writes the unfinished interval; the file of the whole one replaces it, perhaps during a report."""
+  writer = Writer(tmp_path, period=4)
+  rows = {"tokens": [3], "loss": [1.0], "dot": [1.0]}
+  for step in range(6):
+    writer.append({"step": step}, rows | {"contribution": [step]}, [(f"d{step}", "p", 0)])
+  writer.position()
+  log = attribution.load(tmp_path)
+  for step in range(6, 8):
+    writer.append({"step": step}, rows | {"contribution": [step]}, [(f"d{step}", "p", 0)])
+  assert not log.shards[-1].path.exists()
+  assert log["contribution"].ravel().tolist() == log["step"].tolist() == log.steps["step"].tolist() == [*range(6)]
+  assert log.domains == tuple(f"d{step}" for step in range(6))

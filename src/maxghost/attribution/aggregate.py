@@ -80,7 +80,7 @@ class GroupSums:
   def __init__(self, log: ScoreLog, by: str):
     self._log, self._columns = log, GROUPINGS.get(by, (by,))
     self._texts: dict[str, dict[str, int]] = {name: {} for name in self._columns if name in (*TEXTS, *log.fields)}
-    self._shard, self._numbers = None, {}
+    self._shard, self._numbers, self._num_fresh = None, {}, 0  # partial sums that are not merged yet
     self._parts: list[tuple[np.ndarray, np.ndarray]] = []
 
   def add(self, shard, rows: np.ndarray):
@@ -93,9 +93,9 @@ class GroupSums:
       return
     keys = [self._numbers[name][rows[name]] if name in self._texts else rows[name] for name in self._columns]
     self._parts.append(_reduce(np.stack(keys), np.column_stack([_values(rows), self._log.in_all(rows)])))
-    merged, *fresh = (len(sums) for _, sums in self._parts)
-    if sum(fresh) > max(MERGE_ROWS, merged):  # sooner would take quadratic time
-      self._parts = [self._merged()]
+    self._num_fresh += len(self._parts[-1][1])
+    if self._num_fresh > max(MERGE_ROWS, len(self._parts[0][1])):  # sooner would take quadratic time
+      self._parts, self._num_fresh = [self._merged()], 0
 
   def _merged(self) -> tuple[np.ndarray, np.ndarray]:
     keys, sums = zip(*self._parts, strict=True)
@@ -144,12 +144,10 @@ def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.n
   """(names, values [X, R]): an entry per layer of the stack, then one per module with values in layer 0 only."""
   logged_SML = np.any(np.isfinite(modules.contribution_SMLDK), axis=(3, 4))
   inside = np.any(logged_SML[:, :, 1:], axis=(0, 2))
-  names, values = [], []
-  if inside.any():
-    names += [f"layer {layer}" for layer in range(value_XML.shape[2])]
-    values.append(np.nansum(value_XML[:, inside], 1))
+  value_XL = np.nansum(value_XML[:, inside], 1)[:, : value_XML.shape[2] if inside.any() else 0]
+  names = [f"layer {layer}" for layer in range(value_XL.shape[1])]
   names += [name for name, stacked in zip(modules.names, inside, strict=True) if not stacked]
-  return names, np.concatenate([*values, value_XML[:, ~inside, 0]], 1)
+  return names, np.concatenate([value_XL, value_XML[:, ~inside, 0]], 1)
 
 
 def step_edges(steps: np.ndarray, num_bins: int) -> np.ndarray:

@@ -95,7 +95,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   k, notes = log.val_sets.index(val_set), list(log.messages)
   where = Where(query.where, k, log.fields)
   columns = (_by_layer if query.by in ("layer", "module") else _by_rows)(log, query, where, k, notes)
-  tokens, num_groups = np.maximum(columns["tokens"], 1), len(columns["contribution"])
+  tokens, num_groups = np.where(columns["tokens"] > 0, columns["tokens"], np.nan), len(columns["contribution"])
   columns["per_million_tokens"] = columns["contribution"] / tokens * 1e6
   columns["per_million_half_width"] = columns["half_width"] / tokens * 1e6
   if "chunks" in columns:
@@ -133,7 +133,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
     half_width = np.full(len(result), np.nan)
   return {
     **result.keys, "chunks": result.exposures, "tokens": result.tokens, "share": result.share,
-    "loss": result.loss_tokens / np.maximum(result.tokens, 1), "contribution": total,
+    "loss": result.loss_tokens / np.where(result.tokens > 0, result.tokens, np.nan), "contribution": total,
     **({"in_all": result.in_all_GK[:, k]} if log.knows_in_all else {}), "half_width": half_width,
   }  # fmt: skip
 
@@ -161,19 +161,22 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
     raise ConfigError(f"--where {', '.join(wrong)}: with --by {query.by} only step and domain can be selected")
   if query.scale != "nats":
     raise ConfigError(f"--scale {query.scale}: with --by {query.by} contributions are in nats only")
-  names, parts = (), []
+  names, steps, parts = (), [], []
   for modules in log.modules():
-    value_SMLD = modules.contribution_SMLDK[where.holds("step", modules.steps)][..., k]
+    selected = where.holds("step", modules.steps)
+    value_SMLD = modules.contribution_SMLDK[selected][..., k]
     value_SML = value_SMLD[..., where.holds("domain", modules.domains)].astype(np.float64).sum(-1)
     by_module = modules.names, np.nansum(value_SML, 2)
     names, value_SG = by_module if query.by == "module" else aggregate.layer_rows(modules, value_SML)
+    steps.append(modules.steps[selected])
     parts.append(value_SG)
   if not parts:
     raise ConfigError(f"--by {query.by}: this run did not log contributions by module")
   rows = aggregate.GroupSums(log, "step")
   aggregate.scan(log, [rows], where if where.conditions else None)
   tokens = int(rows.result().tokens.sum())
-  sums_GS = np.concatenate(parts).T
+  place = np.unique(np.concatenate(steps), return_inverse=True)[1]  # each process logs its part of a step
+  sums_GS = np.array([np.bincount(place, values) for values in np.concatenate(parts).T])
   return {
     query.by: np.array(names, dtype=np.str_),
     "tokens": np.full(len(names), tokens),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from maxghost.attribution.numbers import counted, integer, number, percent
 from maxghost.attribution.summary import MIN_CHUNKS, Ledger, SetSummary, Value
+from maxghost.attribution.texts import snippet
 from maxghost.scorelog.format import TABLE
 
 LEDGER_LABELS: dict[str, tuple[str, str]] = TABLE["ledger"]  # (label, words) by column
@@ -36,8 +37,8 @@ def _moved(drop: float, down: str, up: str, still: str) -> str:
   return f"{down if drop > 0 else up} {number(abs(drop))} nats per token" if drop else still
 
 
-def lead(part: SetSummary) -> str:
-  """How well the change was predicted, and what each domain contributed."""
+def lead(part: SetSummary, behind: str = "") -> str:
+  """How well the change was predicted, and what each domain contributed. behind: stands behind each domain's name."""
   sentences, ledger = [], part.ledger
   if ledger.actual is not None:
     moved = number(ledger.predicted) if ledger.predicted >= 0 else f"a rise of {number(-ledger.predicted)}"
@@ -46,11 +47,11 @@ def lead(part: SetSummary) -> str:
     if ledger.curvature is None and ledger.ahead is not None:
       how = "First order and the expected curvature predicted"
     sentences.append(f"{how} {moved}{share}.")
-  if known := [value for value in part.domains if math.isfinite(value.per_million)]:
-    worth = ", ".join(f"{value.domain} {number(value.per_million, 2, plus=True)}" for value in known[:4])
+  if known := [(snippet(v.domain, 60) + behind, v) for v in part.domains if math.isfinite(v.per_million)]:
+    worth = ", ".join(f"{name} {number(value.per_million, 2, plus=True)}" for name, value in known[:4])
     more = f" and {len(known) - 4} more below" if len(known) > 4 else ""
     sentences.append(f"Nats per million tokens: {worth}{more}.")
-  if harmful := [value.domain for value in known if value.contribution + value.half_width < 0]:
+  if harmful := [name for name, value in known if value.contribution + value.half_width < 0]:
     *shown, last = harmful[:3] + ([f"{len(harmful) - 3} more"] if len(harmful) > 3 else [])
     names = f"{', '.join(shown)} and {last}" if shown else last
     sentences.append(f"By more than the noise, the loss was raised by {names}.")

@@ -20,7 +20,6 @@ def student_t95(df):
 
 def exposure_half_width(count, total, square):
   """95 % half-width of a sum of `count` contributions, had they been in other batches, from its square; NaN for one."""
-  count = np.asarray(count, np.float64)
   variance = np.maximum(square - total**2 / np.maximum(count, 1), 0) / np.maximum(count - 1, 1)
   return np.where(count > 1, student_t95(count - 1) * np.sqrt(count * variance), np.nan)
 

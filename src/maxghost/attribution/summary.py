@@ -266,7 +266,7 @@ def _domains(time: TimeSums, k: int) -> list[Value]:
 def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]:
   total = groups.contribution_GK[:, k]
   half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
-  loss = groups.loss_tokens / np.maximum(groups.tokens, 1)
+  loss = groups.loss_tokens / np.where(groups.tokens > 0, groups.tokens, NAN)
   columns = (groups.exposures, groups.tokens, loss, total, half_width, groups.in_all_GK[:, k])
   rows, values = zip(*(column.tolist() for column in columns), strict=True), []
   for key, (*numbers, in_all) in zip(groups.document_ids(), rows, strict=True):

@@ -46,8 +46,8 @@ class Source:
     return self._dataset.num_train_documents if self._dataset else 0
 
   def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, str]:
-    """The texts of the ids that the source still has."""
-    return {key: cut(0, END) for key, cut in self.cutters(wanted).items()}
+    """The texts of the ids that the source still has; no scored document was empty, but one may be corrupt by now."""
+    return {key: text for key, cut in self.cutters(wanted).items() if (text := cut(0, END))}
 
   def cutters(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, Callable[[int, int], str]]:
     """Gives the texts from one byte to another; one pass over the ids, and only found texts are read."""

@@ -85,28 +85,28 @@ def _checksum(file: BinaryIO, size: int) -> int:
   return checksum
 
 
-def _check_seal(path: Path) -> None:
+def _check_seal(file: BinaryIO) -> None:
   """Raises ValueError for a file that does not end with the checksum of its bytes."""
-  with open(path, "rb") as file:
-    if (size := file.seek(0, os.SEEK_END) - _SEAL_BYTES) < 0:
-      raise ValueError("not a score file" if size > -_SEAL_BYTES else "empty file")
-    file.seek(size)
-    if (seal := _SEAL.fullmatch(file.read())) is None:
-      raise ValueError("the checksum at its end is missing: cut short or changed, or written by an older maxghost")
-    if int(seal[1], 16) != _checksum(file, size):
-      raise ValueError("its bytes do not match its checksum")
+  if (size := file.seek(0, os.SEEK_END) - _SEAL_BYTES) < 0:
+    raise ValueError("not a score file" if size > -_SEAL_BYTES else "empty file")
+  file.seek(size)
+  if (seal := _SEAL.fullmatch(file.read())) is None:
+    raise ValueError("the checksum at its end is missing: cut short or changed, or written by an older maxghost")
+  if int(seal[1], 16) != _checksum(file, size):
+    raise ValueError("its bytes do not match its checksum")
 
 
 class Shard:
-  """One opened file whose checksum was compared: its header in memory, tables and rows read on demand. before, after:
-  steps and rows of the process in front of the file, and up to its end. Raises DamagedShard for a file that is not
-  whole, ConfigError for one of another schema, FileNotFoundError."""
+  """One opened file whose checksum was compared: its header in memory, tables and rows read on demand; one that its run
+  will write again is held in memory. before, after: steps and rows of the process in front of it, and up to its end.
+  Raises DamagedShard for a file that is not whole, ConfigError for one of another schema, FileNotFoundError."""
 
   def __init__(self, path: Path):
     self.path = path
-    with self._reading():
-      _check_seal(path)
-      with zipfile.ZipFile(path) as archive:
+    self._source: Path | io.BytesIO = path
+    with self._reading(), open(path, "rb") as file:
+      _check_seal(file)
+      with zipfile.ZipFile(file) as archive:
         self.meta = json.loads(str(np.lib.format.read_array(io.BytesIO(archive.read("meta.npy")))))
         if (version := self.meta["schema_version"]) not in (fmt.SCHEMA_VERSION - 1, fmt.SCHEMA_VERSION):
           reads = f"this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
@@ -121,6 +121,9 @@ class Shard:
         self._names = {name.removesuffix(".npy") for name in archive.namelist()}
       if self._dtype != fmt.row_dtype(len(self.val_sets), self.fields, self.parts):
         raise ValueError("its rows have an unknown layout")
+      if self.meta.get("closed") is False:  # the run in training may remove it while it is read
+        file.seek(0)
+        self._source = io.BytesIO(file.read())
 
   @contextlib.contextmanager
   def _reading(self) -> Iterator[None]:
@@ -132,7 +135,7 @@ class Shard:
       raise DamagedShard(f"{self.path.name}: {error or type(error).__name__}") from error
 
   def _table(self, name: str) -> np.ndarray:
-    with self._reading(), zipfile.ZipFile(self.path) as archive:
+    with self._reading(), zipfile.ZipFile(self._source) as archive:
       return np.lib.format.read_array(io.BytesIO(archive.read(f"{name}.npy")))
 
   def texts(self, name: str) -> np.ndarray:
@@ -156,7 +159,7 @@ class Shard:
 
   def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
     """The rows in order, at most `block_rows` at a time, read-only."""
-    with self._reading(), zipfile.ZipFile(self.path) as archive, archive.open("rows.npy") as member:
+    with self._reading(), zipfile.ZipFile(self._source) as archive, archive.open("rows.npy") as member:
       _row_header(member)
       for start in range(0, self.num_rows, block_rows):
         size = min(block_rows, self.num_rows - start) * self._dtype.itemsize

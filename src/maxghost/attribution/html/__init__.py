@@ -12,12 +12,11 @@ from maxghost.attribution import numbers, report_text, statistics
 from maxghost.attribution.html.charts import NUM_COLORS, Line, bars, line_chart
 from maxghost.attribution.metrics import thin
 from maxghost.attribution.numbers import number
-from maxghost.attribution.summary import SetSummary, Summary
+from maxghost.attribution.summary import CURVE_BINS, SetSummary, Summary
 from maxghost.attribution.texts import snippet
 from maxghost.attribution.token_values import Marked
 from maxghost.config.values import printable
 
-CURVE_POINTS = 240
 SHOWN_DOMAINS = 40
 FIRST_CURVE, SECOND_CURVE = 8, 9  # colours of curves that are no domain; no domain has them
 MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
@@ -51,7 +50,7 @@ def _panel(summary: Summary, part: SetSummary) -> dict:
 
 
 def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[dict]:
-  train, validation = thin(summary.train_loss, CURVE_POINTS), thin(part.val_loss, CURVE_POINTS)
+  train, validation, reward = (thin(s, CURVE_BINS) for s in (summary.train_loss, part.val_loss, summary.reward))
   losses = [Line("validation", validation.steps, validation.values, FIRST_CURVE)]
   if not len(summary.reward):  # else the training loss is no likelihood
     losses.insert(0, Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True))
@@ -59,17 +58,14 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
     losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, SECOND_CURVE, dots=True))
   ledger, drops = part.ledger, []
   if ledger.actual_S is not None:
-    last = len(ledger.steps) - 1
-    picked = np.unique(np.linspace(0, last, min(CURVE_POINTS, last + 1)).round().astype(int))
+    picked = statistics.block_edges(len(ledger.steps) - 1, CURVE_BINS)
     curves = (("predicted", ledger.predicted_S, FIRST_CURVE), ("measured", ledger.actual_S, SECOND_CURVE))
     drops = [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], color) for name, drop, color in curves]
   cumulative, value = _domain_lines(part, colors)
   steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
-  reward = thin(summary.reward, CURVE_POINTS)
   rewards = [Line("reward", reward.steps, reward.values, FIRST_CURVE)]
-  sampled = (0, int(summary.reward.steps.max(initial=steps[1])))
   return [
-    *([line_chart("Mean reward of the answers", rewards, sampled, "reward", zero=True)] if len(reward) else []),
+    *([line_chart("Mean reward of the answers", rewards, steps, "reward", zero=True)] if len(reward) else []),
     line_chart("Loss", losses, steps, "nats per token"),
     line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
     line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
@@ -91,9 +87,7 @@ def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line],
     contribution, tokens = contribution_DB[members].sum(0), tokens_DB[members].sum(0)
     cumulative.append(Line(name, np.append(time.edges[0], ends), np.append(0.0, np.cumsum(contribution)), color))
     block, weight = statistics.to_blocks(contribution), statistics.to_blocks(tokens)
-    with np.errstate(divide="ignore", invalid="ignore"):
-      per_million = np.where(weight > 0, block / weight * 1e6, np.nan)
-    value.append(Line(name, block_ends, per_million, color))
+    value.append(Line(name, block_ends, block / np.where(weight > 0, weight, np.nan) * 1e6, color))
   return cumulative, value
 
 

@@ -27,7 +27,7 @@ class Line(NamedTuple):
 
 
 def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label: str, zero: bool = False) -> dict:
-  """Curves with their names at the ends. steps: first and last, which have ticks. zero: the y axis marks 0."""
+  """Curves with their names at the ends, over `steps` and what they reach beyond these. zero: the y axis marks 0."""
   lines = [line for line in lines if np.isfinite(line.y).any()]
   chart = {"heading": heading, "y_label": y_label, "lines": []}
   if not lines:
@@ -38,10 +38,12 @@ def line_chart(heading: str, lines: list[Line], steps: tuple[int, int], y_label:
   if high <= low:
     low, high = low - 0.5, high + 0.5
   y_ticks = ticks(low, high)
-  x_low, x_high = steps[0], max(steps[1], steps[0] + 1)
+  reached = np.concatenate([steps, *(line.x[np.isfinite(line.y)] for line in lines)])
+  ends = float(reached.min()), float(reached.max())
+  x_low, x_high = ends if ends[0] < ends[1] else (ends[0] - 1, ends[0] + 1)  # a single step stands in the middle
   margin = 0.1 * (x_high - x_low)  # between a round tick and those at the ends
   inner = [v for v in ticks(x_low, x_high) if x_low + margin < v < x_high - margin and v == round(v)]
-  x_ticks = [float(x_low), *inner, float(x_high)]
+  x_ticks = sorted({*ends, *inner})
   px = _scale(x_low, x_high, LEFT, right)
   py = _scale(min(low, y_ticks[0]), max(high, y_ticks[-1]), HEIGHT - BOTTOM, TOP)
   drawn = [_curve(line, px, py) for line in lines]
@@ -74,13 +76,14 @@ def _curve(line: Line, px, py) -> dict:
 
 
 def _readout(lines: list[Line], px) -> str:
-  """JSON for the page's script: one entry of position and values per distinct step."""
-  at: dict[float, list[str]] = {}
-  for line in lines:
+  """JSON for the page's script: one entry of position and values per distinct step, the last value of each line."""
+  at: dict[float, dict[int, str]] = {}
+  for i, line in enumerate(lines):
     for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True):
       if math.isfinite(y):
-        at.setdefault(x, []).append(f"{line.name} {number(y)}")
-  return json.dumps([[px(x), f"step {x:.0f}", *at[x]] for x in sorted(at)], ensure_ascii=False, separators=(",", ":"))
+        at.setdefault(x, {})[i] = f"{line.name} {number(y)}"
+  entries = [[px(x), f"step {x:.0f}", *values.values()] for x, values in sorted(at.items())]
+  return json.dumps(entries, ensure_ascii=False, separators=(",", ":"))
 
 
 def bars(items: list, values: Any, half_widths: Any = 0.0, starts: Any = 0.0) -> list[tuple[Any, dict]]:
@@ -98,13 +101,11 @@ def bars(items: list, values: Any, half_widths: Any = 0.0, starts: Any = 0.0) ->
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
   """About `count` round values that span [low, high]."""
-  if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
-    return [low]
   rough = (high - low) / count
   power = 10 ** math.floor(math.log10(rough))
   step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
   first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-  return [round(i * step, 12) for i in range(first, last + 1)]
+  return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def tick_text(value: float, step: float) -> str:

@@ -30,7 +30,7 @@ for (const figure of document.querySelectorAll(".chart")) {
     cursor.setAttribute("x1", x); cursor.setAttribute("x2", x); cursor.setAttribute("visibility", "visible");
     tip.textContent = lines.join("\n"); tip.hidden = false;
     const scale = svg.clientWidth / svg.viewBox.baseVal.width, left = x * scale;
-    tip.style.left = left + 12 + tip.offsetWidth > figure.clientWidth ? left - 12 - tip.offsetWidth + "px" : left + 12 + "px";
+    tip.style.left = left + 12 + tip.offsetWidth > figure.clientWidth ? Math.max(0, left - 12 - tip.offsetWidth) + "px" : left + 12 + "px";
   }
   function hide() { tip.hidden = true; cursor.setAttribute("visibility", "hidden"); }
   svg.addEventListener("pointermove", (event) => {
