@@ -68,7 +68,8 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   problems, notes, stems = list[str](), list[str](), [Path(path or "").stem]
   base = _read_yaml(Path(path), problems) if path is not None else {}
   command = _read_overrides(overrides, problems, notes)
-  resolved, model = RESOLVED in base and _node_text(base.pop(RESOLVED).node) == "'true'", {}
+  resolved = RESOLVED in base and _node_text(base.pop(RESOLVED).node) == "'true'"
+  model = {}
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
   if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
