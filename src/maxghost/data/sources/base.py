@@ -1,7 +1,7 @@
 """The interface of a data source: random access to documents by number, and what the reader asks beyond the text."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -201,14 +201,14 @@ def utf8(path: str, offset: int, raw: bytes) -> bytes:
   return raw
 
 
-def columns_of(columns: Sequence[str], known: Iterable[str], owner: str) -> tuple[str, ...]:
+def columns_of(columns: Sequence[str], known: Collection[str], owner: str) -> tuple[str, ...]:
   """Those of `train_data_columns` to read from `owner`, which has the columns `known`. Raises ConfigError."""
-  known = tuple(known)
   found = tuple(name for name in columns if name in known)
   if not isinstance(columns, Kept):
     check_known("train_data_columns", columns, known, owner)
   elif not found:
-    raise ConfigError(f"{owner} has {', '.join(known) or 'no fields'}; its records need one of {', '.join(columns)}")
+    needed = ", ".join(columns).partition(", tools")[0]  # what follows are additions
+    raise ConfigError(f"{owner} has {', '.join(known) or 'no fields'}; its records need one of {needed}")
   return found
 
 
