@@ -56,9 +56,9 @@ def planting():
   return importlib.import_module("planting")
 
 
-def guarded(main: Callable[[], int | None]) -> int:
+def run(main: Callable[[], int | None]) -> int:
   """Runs a benchmark's `main`; a wrong key or value ends it with one line and exit code 2."""
-  return values.guarded("benchmark")(main)()
+  return values.guard(main, "benchmark")
 
 
 def arguments(description: str, with_keys: bool = True, **options) -> argparse.Namespace:

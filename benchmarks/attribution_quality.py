@@ -293,4 +293,4 @@ def main() -> int:
 
 if __name__ == "__main__":
   with contextlib.suppress(BrokenPipeError):
-    sys.exit(_measure.guarded(main))
+    sys.exit(_measure.run(main))

@@ -178,4 +178,4 @@ def ask(process, name: str) -> float:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -199,4 +199,4 @@ def _joined(batches: list[data.Batch]) -> bytes:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -94,4 +94,4 @@ def run(name: str, keys: list[str] | None, args) -> dict:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

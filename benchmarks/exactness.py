@@ -190,4 +190,4 @@ def train(cfg, steps: int) -> list[np.ndarray]:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -208,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -251,4 +251,4 @@ def real_scores(num_steps: int, *keys: str):
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

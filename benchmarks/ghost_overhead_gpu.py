@@ -99,4 +99,4 @@ def platform_line() -> str:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -134,4 +134,4 @@ def compile_row(keys, device, refresh: bool | None = None, joined: bool = False)
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -89,4 +89,4 @@ def compiled(function, *arguments):
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

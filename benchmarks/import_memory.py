@@ -101,4 +101,4 @@ def peak(verb: str, source: Path, target: Path, ram: int) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -111,4 +111,4 @@ def unigram_entropy(cfg) -> tuple[float, int]:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

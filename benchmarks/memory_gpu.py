@@ -87,4 +87,4 @@ def scored_over_plain(scored: dict, plain: dict) -> list[Figure]:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -67,4 +67,4 @@ def run(depths: int, seed: int, overrides) -> dict:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

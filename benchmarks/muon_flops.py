@@ -55,4 +55,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(lambda: main(sys.argv[1:])))
+  sys.exit(_measure.run(lambda: main(sys.argv[1:])))

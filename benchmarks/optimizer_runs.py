@@ -83,4 +83,4 @@ def run(name: str, keys: tuple[str, ...], rate: float, seed: int, overrides, sco
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

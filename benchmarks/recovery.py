@@ -89,4 +89,4 @@ def one(address: str, folder: str, mb: str, rounds: str, number: str) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

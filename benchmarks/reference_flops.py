@@ -55,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

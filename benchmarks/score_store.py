@@ -134,4 +134,4 @@ def open_in_browser(page: Path, folder: Path) -> float | None:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -116,4 +116,4 @@ def length(a: dict):
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -71,4 +71,4 @@ def first_step(overrides) -> float:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

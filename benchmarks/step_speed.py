@@ -214,4 +214,4 @@ def run(command: list[str], folder: str) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

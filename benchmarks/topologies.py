@@ -254,4 +254,4 @@ def figures(results: list[dict], start: dict | None) -> list[Figure]:
 
 
 if __name__ == "__main__":
-  sys.exit(_measure.guarded(main))
+  sys.exit(_measure.run(main))

@@ -176,7 +176,7 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
   lines = _ids(answer, _KEYS[by], slice(count))
   source, bound = Source(log.run_dir), values[count - 1]
   notes, more = source.open(log.said_of("fingerprint")), int((values[count:] == bound).sum())
-  if by != "id" and (unscored := (total := source.num_trained()) - len(answer)) > 0:
+  if by != "id" and source.dataset and (unscored := (total := source.dataset.num_train_documents) - len(answer)) > 0:
     notes.append(f"{unscored:,} of {total:,} documents to train on were not scored, and are not kept")
   if more:
     notes.append(f"{more:,} more have the score of the last one kept, {bound:.4g}; the first by id are kept")

@@ -351,7 +351,7 @@ def test_an_index_of_texts_that_changed_since_the_training_says_so(run, tmp_path
   _, then, _ = sources_module._log_of(copied, copied / "index")
   source = Source(copied / "index")
   source.open(())
-  assert source.open(then) and not source.open((source._dataset.fingerprint,))
+  assert source.open(then) and not source.open((source.dataset.fingerprint,))
 
 
 @pytest.mark.parametrize(

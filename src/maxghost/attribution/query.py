@@ -110,7 +110,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
     notes += source.open(log.said_of("fingerprint"))
     keys = list(zip(columns["domain"], columns["path"], np.asarray(columns["offset"]).tolist(), strict=True))
     found = source.find(keys)
-    if source.documents is not None and len(found) < len(keys):
+    if source.dataset is not None and len(found) < len(keys):
       notes.append(f"{len(keys) - len(found)} of {len(keys)} documents are no longer in the source")
     columns["text"] = [found.get(key) for key in keys]
   units = {name: text.format(unit=SCALES[query.scale]) for name, text in MEASURES.items()}

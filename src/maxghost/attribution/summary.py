@@ -225,7 +225,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(known) or len(steps),
     num_documents=len(groups), num_tokens=num_tokens, facts=_facts(log, metrics, counts),
     config=read_mapping(log.run_dir / "config.yml"), passes=_passes(time),
-    duplicates=_duplicates(source and source.documents, groups), samples=read_samples(log.run_dir / "metrics.jsonl"),
+    duplicates=_duplicates(source and source.dataset, groups), samples=read_samples(log.run_dir / "metrics.jsonl"),
   )  # fmt: skip
 
 
@@ -378,9 +378,9 @@ def _passes(time: TimeSums) -> PassTable:
   return PassTable(rows_EDB.sum((1, 2)).astype(int), tokens_EDB.sum((1, 2)).astype(int), total_EK, expected_EK)
 
 
-def _duplicates(documents, groups: Groups) -> Duplicates | None:
+def _duplicates(dataset, groups: Groups) -> Duplicates | None:
   """Exact duplicates among the scored documents, by a hash of their text; None without texts, or with too many."""
-  if documents is None or len(groups) > MAX_HASHED_DOCUMENTS or len(documents) > MAX_HASHED_DOCUMENTS:
+  if dataset is None or max(len(groups), len(documents := dataset.source)) > MAX_HASHED_DOCUMENTS:
     return None
   from maxghost.data.sources.base import read_or_skip
 

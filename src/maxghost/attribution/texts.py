@@ -17,16 +17,15 @@ _ORNAMENT = re.compile(r"([^\w\s])\1{3,}")
 
 
 class Source:
-  """The documents of a run, opened on first use; `documents` is None where they cannot be read."""
+  """The documents of a run, opened on first use; `dataset` is None where they cannot be read."""
 
   def __init__(self, run_dir: Path):
     self._path = Path(run_dir) / "config.yml"
-    self.documents: Any = None
-    self._dataset: Any = None
+    self.dataset: Any = None
 
   def open(self, fingerprints: tuple[str, ...]) -> list[str]:
     """Opens the source; returns messages: why there are no texts, or that `fingerprints`, of the run, are others."""
-    if self.documents is None:
+    if self.dataset is None:
       if not self._path.is_file():
         return ["config.yml is missing, so the texts of the documents cannot be shown"]
       from maxghost import data  # costs time, so only where texts are shown
@@ -35,15 +34,10 @@ class Source:
         cfg = config.load(self._path)
         keys = dataclasses.replace(cfg.data, on_corrupt="skip")  # and what `attribute` scored may be short
         keys = dataclasses.replace(keys, max_target_length=2) if cfg.records == "text" else keys
-        dataset = data.load_dataset(keys, cfg.run.data_shuffle_seed, records=cfg.records)
+        self.dataset = data.load_dataset(keys, cfg.run.data_shuffle_seed, records=cfg.records)
       except config.ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
-      self.documents, self._dataset = dataset.source, dataset
-    return changed(fingerprints, self._dataset.fingerprint)
-
-  def num_trained(self) -> int:
-    """Number of documents of an epoch; 0 where the source cannot be read."""
-    return self._dataset.num_train_documents if self._dataset else 0
+    return changed(fingerprints, self.dataset.fingerprint)
 
   def find(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, str]:
     """The texts of the ids that the source still has; no scored document was empty, but one may be corrupt by now."""
@@ -51,11 +45,11 @@ class Source:
 
   def cutters(self, wanted: Iterable[DocumentKey]) -> dict[DocumentKey, Callable[[int, int], str]]:
     """Gives the texts from one byte to another; one pass over the ids, and only found texts are read."""
-    if self.documents is None:
+    if self.dataset is None:
       return {}
     from maxghost.data import find_documents
 
-    return {key: self._dataset.parts[0].cutter(n) for key, n in find_documents(self.documents, wanted).items()}
+    return {key: self.dataset.parts[0].cutter(n) for key, n in find_documents(self.dataset.source, wanted).items()}
 
 
 def changed(then: tuple[str, ...], now: str) -> list[str]:

@@ -65,7 +65,7 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   """As `load`, with the origin of each value."""
   if path is not None and "=" in os.fspath(path) and not os.path.exists(path):
     path, overrides = None, (os.fspath(path), *overrides)
-  problems, notes, stems = list[str](), list[str](), [Path(path or "").stem]
+  problems, notes, stems = [], [], [Path(path or "").stem]
   base = _read_yaml(Path(path), problems) if path is not None else {}
   command = _read_overrides(overrides, problems, notes)
   resolved = RESOLVED in base and _node_text(base.pop(RESOLVED).node) == "'true'"
@@ -209,7 +209,10 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
   for level, key, value, origin in others:
     if other := renamed.OTHER[key].unread(value, flat):
       said = f"{key}={values.shown(value)} ({origin}) is not read with {other}={values.shown(flat[other])}"
-      notes.append(said) if value is not True else problems.append(f"{said}; it {renamed.OTHER[key].answer}")
+      if value is True:  # asks for what is off
+        problems.append(f"{said}; it {renamed.OTHER[key].answer}")
+      else:
+        notes.append(said)
     for target, changed in renamed.OTHER[key].fold(value, flat).items():
       if level_of.get(target, level) > level:
         notes.append(f"{key} ({origin}) is overridden by {target}={values.shown(flat[target])} ({origins[target]})")

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,6 +88,11 @@ def _message(given: Any, name: str) -> dict:
   return message
 
 
+def _shared(one: Sequence | np.ndarray, two: Sequence | np.ndarray) -> int:
+  """The number of items with which both begin."""
+  return sum(itertools.takewhile(bool, map(operator.eq, one, two)))
+
+
 @dataclass(frozen=True)
 class Rendering:
   """How conversations become tokens. template: None = lines `role: content`, for the tokenizer of bytes."""
@@ -146,10 +152,10 @@ class Rendering:
   def _plain(self, prompt: str, completion: str) -> Pieces:
     """Both tokenized alone, unless that says another text, as where the tokenizer begins each with a space. Then both
     together, and the completion begins where the tokens are no longer those of the prompt alone, as in TRL."""
-    own, rest, whole = self.tokenizer.encode([text.encode() for text in (prompt, completion, prompt + completion)])
-    if self.tokenizer.decode(np.concatenate([own, rest])) != (prompt + completion).encode():
-      size = sum(itertools.takewhile(bool, map(operator.eq, own, whole)))
-      own, rest = whole[:size], whole[size:]
+    own, rest = self.tokenizer.encode([prompt.encode(), completion.encode()])
+    if self.tokenizer.decode(np.concatenate([own, rest])) != (text := (prompt + completion).encode()):
+      (whole,) = self.tokenizer.encode([text])
+      own, rest = np.split(whole, [_shared(own, whole)])
     return [(own, False), (rest, True), *[([self.tokenizer.eos_id or 0], True)] * self.add_eos]
 
   def _turns(self, messages: Sequence[dict], first: int = 0) -> Pieces:
@@ -203,7 +209,7 @@ class ConversationUnits(Units):
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
     """As `Units.tokenized`; cut: those that lose a part of what is trained, spelled: plain ones with special tokens."""
     most, indices, found = self.layout.row_length + 1, [], []
-    specials = [name.encode() for name in self.tokenizer.specials]
+    specials = re.compile(b"|".join(re.escape(name.encode()) for name in self.tokenizer.specials) or b"(?!)")
     for index, text in zip(documents.tolist(), texts, strict=True):
       try:
         sides = self.sides(text)
@@ -218,7 +224,7 @@ class ConversationUnits(Units):
           counts[name] += change
         continue
       counts["cut"] += any(weight[most:].any() for _, weight in sides)
-      counts["spelled"] += b'"role": ' not in text and any(name in text for name in specials)
+      counts["spelled"] += b'"role": ' not in text and bool(specials.search(text))
       indices.append(index)
       found.append([(ids[:most], weight[:most]) for ids, weight in sides])
     return self.joined(np.array(indices, np.int64), found)
@@ -248,8 +254,8 @@ class PairUnits(ConversationUnits):
     for name, response in zip(SIDES, responses, strict=True):
       if not response or not isinstance(response, str | list):
         raise ValueError(f"it has no {name} response, a text or a list of messages")
-    turns = () if prompt is not None or isinstance(responses[0], str) else map(operator.eq, *responses)
-    if 0 < (first := sum(itertools.takewhile(bool, turns))) < min(map(len, responses)):
+    has_turns = prompt is None and not isinstance(responses[0], str)
+    if has_turns and 0 < (first := _shared(*responses)) < min(map(len, responses)):
       prompt, responses = responses[0][:first], [response[first:] for response in responses]
     for response in responses:
       whole = {"messages": response} if isinstance(response, list) else {"prompt": "", "completion": response}
@@ -260,7 +266,7 @@ class PairUnits(ConversationUnits):
       where = "" if np.array_equal(chosen, rejected) else f" up to max_target_length={most - 1}"
       raise ValueError(f"its chosen and rejected responses are the same{where}")
     if prompt is None:
-      shared = sum(itertools.takewhile(bool, map(operator.eq, chosen, rejected)))
+      shared = _shared(chosen, rejected)
       found = [(ids, np.where(np.arange(len(ids)) < shared, 0, weight)) for ids, weight in found]
     elif isinstance(prompt, str):  # a response whose first token holds the prompt's end begins before the other one
       first = min(int(weight.argmax()) for _, weight in found)

@@ -36,6 +36,7 @@ class Units:
   hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # sorted, of all held-out texts
   sizes: frozenset[int] = frozenset()  # of the held-out texts in bytes
   drops_copies: bool = False  # whether documents with these texts are not trained on
+  shown = staticmethod(bytes)  # a document's text as a reader sees it
 
   def all_units(self) -> np.ndarray | range:
     """Numbers of the units to train on."""
@@ -72,10 +73,6 @@ class Units:
     """Gives the text of a document from one byte to another, for a reader; nothing of a corrupt one that is skipped."""
     text = self.shown(self.read(np.array([index]))[0] or b"")
     return lambda begin, end: text[begin:end].decode("utf-8", "replace")
-
-  def shown(self, text: bytes) -> bytes:
-    """A document's text as a reader sees it."""
-    return text
 
   def _encode(self, indices: np.ndarray, drops_copies: bool) -> tuple[Encoded, dict[str, int]]:
     kept, texts, counts = [], [], NO_COUNTS.copy()
