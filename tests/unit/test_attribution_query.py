@@ -103,7 +103,7 @@ def test_sums_over_many_files_take_linear_time(run_dir):
     for _ in range(1500):
       sums.add(shard, rows)
     seconds.append(time.process_time() - begin)
-  assert seconds[-1] < 3 * seconds[0]
+  assert min(seconds[-2:]) < 3 * seconds[0]  # a sum over all parts for each: 4.5 times
   assert sums.result().exposures.tolist() == [9000]
 
 
