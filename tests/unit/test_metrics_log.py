@@ -27,6 +27,7 @@ from maxghost.training.loop import StopSignals
 from maxghost.training.metrics import MetricsLog, NonFiniteMetricError
 from maxghost.training.plan import Plan, step_flops
 from maxghost.training.score_recorder import (
+  QUEUE_LENGTH,
   ScoreLogError,
   ScoreRecorder,
   module_contributions,
@@ -409,10 +410,38 @@ def test_an_error_of_the_score_writer_reaches_the_loop(tmp_path):
 
   recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
   recorder.record(3, None, np.zeros(1), None)
-  with pytest.raises(ScoreLogError, match="no space left"):
-    recorder.position()
-  with pytest.raises(ScoreLogError, match="no space left"):
-    recorder.close()
+  for call in (recorder.position, lambda: recorder.record(4, None, None, None), recorder.close):
+    with pytest.raises(ScoreLogError, match="no space left"):
+      call()
+
+
+def test_the_loop_waits_for_a_score_writer_that_is_far_behind(tmp_path):
+  """Else the outputs of all steps since would fill the memory."""
+  written, may_write = [], threading.Semaphore(0)
+
+  class SlowDisk:
+    ledger, parts = (), ()
+
+    def append(self, record, *rows, **modules):
+      assert may_write.acquire(timeout=10)
+      written.append(record["step"])
+
+    def close(self):
+      pass
+
+  recorder = ScoreRecorder(SlowDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
+  for step in range(QUEUE_LENGTH):
+    recorder.record(step, None, None, None)
+  further = threading.Thread(target=recorder.record, args=(QUEUE_LENGTH, None, None, None))
+  further.start()
+  further.join(0.1)
+  assert further.is_alive()
+  may_write.release()
+  further.join(10)
+  assert not further.is_alive() and written == [0]
+  may_write.release(QUEUE_LENGTH)
+  recorder.close()
+  assert written == [*range(QUEUE_LENGTH + 1)]
 
 
 def test_flops_of_a_step_by_hand():
