@@ -316,6 +316,20 @@ def test_the_slots_of_a_unit_are_one_row(tmp_path):
   assert log["path"].tolist() == ["4", "9"] and log.chosen().tolist() == [True, False]
 
 
+def test_a_pair_has_the_contributions_of_its_chosen_and_its_rejected_row():
+  """Rows 0 and 2 hold chosen responses; the pairs of the first two rows are in two slots."""
+  pair_BS = np.array([[0, 1], [0, 1], [2, -1], [2, -1]])
+  rng, counts_BS = np.random.default_rng(0), (pair_BS >= 0).astype(np.int32)
+  outputs = {name: rng.normal(size=(4, 2)) for name in ("loss_BS", "share_BS")} | {"tokens_BS": counts_BS}
+  outputs |= {name: rng.normal(size=(4, 2, 3)) for name in ("score_dot_BSK", "contribution_BSK")}
+  batch = SimpleNamespace(document_BS=pair_BS, offset_BS=pair_BS, epoch_B=np.zeros(4, int), unit_BS=pair_BS)
+  columns, documents = scored_rows(outputs, batch, ("chosen", "rejected"))
+  assert documents.tolist() == [0, 1, 2]
+  for first, name in enumerate(("contribution_chosen", "contribution_rejected")):
+    wanted = [outputs["contribution_BSK"][row + first, slot] for row, slot in ((0, 0), (0, 1), (2, 0))]
+    np.testing.assert_array_equal(columns[name], wanted)
+
+
 def test_export_to_parquet(tmp_path, capsys):
   parquet = pytest.importorskip("pyarrow.parquet")
   run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", val_sets=SETS, steps=5)
