@@ -120,6 +120,19 @@ def test_a_missing_interval_is_named(run_dir, step, said):
   assert lost(run_dir) == said
 
 
+def test_of_many_missing_intervals_the_first_are_named(tmp_path):
+  writer = Writer(tmp_path, SETS, period=1)
+  for step in range(15):
+    append(writer, step)
+  writer.close()
+  for step in range(0, 9, 2):
+    shard(tmp_path, step).unlink()
+  for step, last in ((10, ""), (12, r"; and 1 more")):
+    shard(tmp_path, step).unlink()
+    with pytest.raises(ConfigError, match=rf"missing before step 11 \(after step 9\){last}\. Put the files back"):
+      attribution.load(tmp_path)
+
+
 def test_scores_compacted_to_parquet_by_an_earlier_version_are_named(run_dir):
   (run_dir / "ghost" / "parquet").mkdir()
   (run_dir / "ghost" / "parquet" / "rows_000000000_000000099.parquet").touch()
