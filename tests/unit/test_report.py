@@ -189,13 +189,13 @@ def test_exposure_interval_is_students():
 
 
 def test_passes_over_the_data_and_their_value(tmp_path):
-  """The second pass is worth half of what the first is worth in the same step."""
-  first, second = ("a", "x", 0, 0, 40, 4.0), ("a", "y", 0, 0, 40, 2.0)
-  steps = [({}, [first]), ({}, [first, second]), ({}, [second])]
-  table = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[0], [0, 1], [9]]))).passes
-  assert table.rows.tolist() == [2, 1, 0, 0, 0, 1] and table.tokens.tolist() == [80, 40, 0, 0, 0, 40]
-  assert table.contribution_EK[:, 0].tolist() == [8.0, 2.0, 0, 0, 0, 2.0]
-  assert table.expected_EK[:, 0].tolist() == [7.0, 3.0, 0, 0, 0, 2.0]
+  """Of domain a, the second pass is worth half of what the first is worth in the same step."""
+  first, second, other = ("a", "x", 0, 0, 40, 4.0), ("a", "y", 0, 0, 40, 2.0), ("b", "z", 0, 0, 80, 1.0)
+  steps = [({}, [first]), ({}, [first, second, other]), ({}, [second, other])]
+  table = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[0], [0, 1, 0], [9, 0]]))).passes
+  assert table.rows.tolist() == [4, 1, 0, 0, 0, 1] and table.tokens.tolist() == [240, 40, 0, 0, 0, 40]
+  assert table.contribution_EK[:, 0].tolist() == [10.0, 2.0, 0, 0, 0, 2.0]
+  assert table.expected_EK[:, 0].tolist() == pytest.approx([9.0, 3.0, 0, 0, 0, 2.0])
   assert table.has_repeats
 
 

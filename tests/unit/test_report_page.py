@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from attribution_runs import make_run
+from attribution_runs import MODULES, make_run
 
 from maxghost import attribution, report, scores
 from maxghost.attribution import report_text
@@ -38,6 +38,24 @@ def test_a_corpus_that_cannot_be_read_any_more_is_said(tmp_path, capsys):
   assert scores.main([str(run_dir), "--by", "document", "--text"]) == 0
   said = capsys.readouterr()
   assert "has changed since the run" in " ".join(said.out.split()) and "are no longer in the source" in said.err
+
+
+def test_the_loss_of_a_document_is_the_mean_over_its_tokens(tmp_path):
+  writer = Writer(tmp_path)
+  for tokens, losses in (((30, 1, 0), (2.0, 6.0, 0.0)), ((10, 0, 0), (4.0, 0.0, 0.0))):
+    rows = {"tokens": tokens, "loss": losses, "dot": [0.1] * 3, "contribution": [0.3, 0.2, 0.1]}
+    writer.append({"step": writer.position()["num_steps"]}, rows, [("a", name, 0) for name in ("x", "one", "none")])
+  writer.close()
+  part = summarize(attribution.load(tmp_path)).sets[0]
+  found = {value.path: value.loss for value in (*part.top, *part.bottom)}
+  assert (found["x"], found["one"]) == (2.5, 6.0) and np.isnan(found["none"])
+
+
+def test_the_layers_of_the_heat_map_add_up_to_the_domains(run_dir):
+  for part in summarize(attribution.load(run_dir)).sets:
+    assert part.heat_map.rows[:2] == ("layer 0", "layer 1") and set(part.heat_map.rows[-2:]) == {MODULES[0], MODULES[-1]}
+    found = dict(zip(part.heat_map.domains, part.heat_map.value_RD.sum(0), strict=True))
+    assert found == pytest.approx({value.domain: value.per_million for value in part.domains}, rel=1e-5)
 
 
 def test_a_report_of_a_single_document(tmp_path, capsys):
