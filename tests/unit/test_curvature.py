@@ -20,6 +20,7 @@ from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import attribute, config, train
 from maxghost.attribution import load
+from maxghost.ghost.schedules import Secant, passes
 from maxghost.optimizers import learning_rate_schedule
 from maxghost.training import console, memory, scoring, step
 from maxghost.training import state as state_lib
@@ -173,6 +174,20 @@ def test_the_weight_is_a_ratio_of_ways():
       same = latest >= every and (not refresh or latest // refresh == (latest - every) // refresh)
       value = (sum(rates[latest:number]) + rates[number] / 2) / between if same and between else 0.0
       assert float(scoring.secant_weight(cfg, np.uint32(number))) == pytest.approx(value, rel=1e-5), number
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_in_the_middle_of_a_step(dtype):
+  """It is G alone where the weight is 0, whatever is stored, and follows a known turn where rows are new (own 0)."""
+  gradient, earlier = (jnp.array(x, dtype) for x in ([3.0, -1.0, 0.5], [1.0, -2.0, 0.5]))
+  for weight, own, stored, expected in (
+    (0.0, 1, jnp.full(3, jnp.nan, dtype), gradient),
+    (0.5, 1, earlier, [4.0, -0.5, 0.5]),
+    (0.5, 0, earlier, [2.5, 0.0, 0.25]),
+  ):
+    (found,) = passes.extrapolated(Secant([{"w": stored, "b": stored}], jnp.float32(weight), own), [{"w": gradient}])
+    assert found["w"].dtype == dtype and [*found] == ["w"]
+    np.testing.assert_array_equal(found["w"], jnp.array(expected, dtype))
 
 
 def lowered(**changes) -> str:

@@ -1,4 +1,4 @@
-"""The report where its corpus is damaged, and its page on a phone."""
+"""Numbers of the report by hand, its sentences where the corpus is damaged, and its page on a phone."""
 
 import html
 import json
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from attribution_runs import MODULES, make_run
+from test_report import write_log
 
 from maxghost import attribution, report, scores
 from maxghost.attribution import report_text
@@ -56,6 +57,52 @@ def test_the_layers_of_the_heat_map_add_up_to_the_domains(run_dir):
     assert part.heat_map.rows[:2] == ("layer 0", "layer 1") and set(part.heat_map.rows[-2:]) == {MODULES[0], MODULES[-1]}
     found = dict(zip(part.heat_map.domains, part.heat_map.value_RD.sum(0), strict=True))
     assert found == pytest.approx({value.domain: value.per_million for value in part.domains}, rel=1e-5)
+    for value in (*part.domains, *part.helped):
+      relative = value.half_width / abs(value.contribution)
+      assert value.per_million_half_width == pytest.approx(relative * abs(value.per_million))
+
+
+def test_of_the_steps_with_one_validation_gradient_the_first_has_the_measured_drop(tmp_path):
+  """ghost_val_every=2: the loss is known before every second step alone."""
+  losses = ((5.0, np.nan), (np.nan, np.nan), (3.5, 4.0), (np.nan, np.nan))
+  records = [{"val_loss": loss, "prev_val_loss": last, "predicted_examples": 0.25} for loss, last in losses]
+  steps = [(record, [("a", "x", 0, 0, 9, 0.25)]) for record in records]
+  ledger = summarize(attribution.load(write_log(tmp_path, steps, closing=[3.0]))).sets[0].ledger
+  assert ledger.actual_S.tolist() == [1.0, 0.0, 0.5, 0.0] and ledger.predicted == 1.0
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_passes_are_shown_from_the_second_on(tmp_path, passes):
+  steps = [({}, [("a", "x", 0, 0, 9, 0.25)])] * passes
+  summary = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[step] for step in range(passes)])))
+  assert summary.passes.has_repeats == (passes == 2)
+
+
+def test_texts_that_were_scored_more_than_once(tmp_path):
+  """Each text is in the corpus twice, once with a space behind it; not all of the 60 documents were scored."""
+  file = tmp_path / "a.jsonl"
+  texts = [f"text number {n // 2} " * (9 + n // 2) + " " * (n % 2) for n in range(60)]
+  file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  (tmp_path / "v.txt").write_text("held out " * 99)
+  keys = ("dataset_type=text", f"dataset_files=a={file}", f"ghost_val_sets=v={tmp_path}/v.txt")
+  log = attribution.load(make_run(tmp_path / "run", *keys, val_sets=("v", "w"), steps=12))
+  source = Source(log.run_dir)
+  found = summarize(log, source=source).duplicates
+  ids = list(zip(log["domain"].tolist(), log["path"].tolist(), log["offset"].tolist(), strict=True))
+  tokens, copies = {}, {}
+  for key, count in zip(ids, log["tokens"].tolist(), strict=True):
+    tokens[key] = tokens.get(key, 0) + count
+  for key, text in source.find(tokens).items():
+    copies.setdefault(text.strip(), set()).add(key)
+  pairs = sorted((pair for pair in copies.values() if len(pair) == 2), key=lambda pair: -sum(map(tokens.get, pair)))
+  members = set.union(*pairs)
+  assert 10 < len(pairs) < len(copies) and found.num_compared == len(tokens) < 60
+  assert (found.num_texts, found.num_documents) == (len(pairs), 2 * len(pairs))
+  assert found.tokens == sum(tokens[key] for key in members)
+  assert found.extra_tokens == sum(min(map(tokens.get, pair)) for pair in pairs)
+  np.testing.assert_allclose(found.contribution_K, log["contribution"][[key in members for key in ids]].sum(0), 1e-5)
+  assert [sum(map(tokens.get, pair)) for pair in found.examples] == [sum(map(tokens.get, pair)) for pair in pairs[:10]]
+  assert all(set(pair) in pairs for pair in found.examples)
 
 
 def test_a_report_of_a_single_document(tmp_path, capsys):
