@@ -329,6 +329,16 @@ def test_the_slots_of_a_unit_are_one_row(tmp_path):
   assert log["path"].tolist() == ["4", "9"] and log.chosen().tolist() == [True, False]
 
 
+def test_after_a_checkpoint_no_file_of_a_later_step_stays(run_dir):
+  """Steps 8 to 10 are trained again: rows, tokens and selections of the first time must not be mixed with them."""
+  folder = run_dir / "ghost" / "tokens"
+  recorder = ScoreRecorder(Writer(run_dir, SETS, period=PERIOD), lambda i: ("code", "x", 0), ("code",), folder)
+  recorder.restore({"step": 7, "num_steps": 8, "num_rows": 23}, 8)
+  recorder.close()
+  assert attribution.load(run_dir).steps["step"].tolist() == sorted(tokens.files(folder)) == [*range(8)]
+  assert len((run_dir / "ghost" / "selection.jsonl").read_text().splitlines()) == 8
+
+
 def test_a_pair_has_the_contributions_of_its_chosen_and_its_rejected_row():
   """Rows 0 and 2 hold chosen responses; the pairs of the first two rows are in two slots."""
   pair_BS = np.array([[0, 1], [0, 1], [2, -1], [2, -1]])
