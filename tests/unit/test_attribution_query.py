@@ -169,6 +169,24 @@ def test_scales(run_dir, table):
     assert share[domain] == pytest.approx((value / absolute)[at].sum(), rel=1e-5)
 
 
+def test_intervals_by_hand(tmp_path):
+  """Of domains from 20 blocks of steps, two each; of documents from their chunks; a step alone has none."""
+  keys = {"val_sets": SETS, "steps": 40, "rows_per_step": 11, "closing": False}
+  log = attribution.load(make_run(tmp_path, *SYNTHETIC, **keys))
+  value, domain = log["contribution"][:, 1].astype(float), log["domain"]
+  for where, first, size in (("", 0, 2), ("step>=20", 20, 1)):
+    found = ask(log, Query(where=where, val_set="exams")).columns
+    for name, half_width in zip(found["domain"], found["half_width"], strict=True):
+      of_steps = np.bincount(log["step"][domain == name], value[domain == name], 40)
+      difference = np.diff(of_steps[first:].reshape(20, size).sum(1))
+      assert half_width == pytest.approx(2.0930 * np.sqrt(20 * np.mean(difference**2) / 2), rel=1e-3)
+  found = ask(log, Query(by="document", val_set="exams")).columns
+  three = next(i for i, chunks in enumerate(found["chunks"]) if chunks == 3)
+  own = value[(log["path"] == found["path"][three]) & (log["offset"] == found["offset"][three])]
+  assert len(own) == 3 and found["half_width"][three] == pytest.approx(4.3027 * np.sqrt(3) * own.std(ddof=1), rel=1e-4)
+  assert np.isnan(ask(log, Query(by="step")).columns["half_width"]).all()
+
+
 def test_best_and_worst(run_dir):
   log = attribution.load(run_dir)
   whole = ask(log, Query(by="document")).columns["contribution"]
@@ -392,6 +410,7 @@ def test_frames_and_texts_of_logs_and_answers(run_dir):
   assert answer.to_pandas()["contribution"].tolist() == answer.columns["contribution"].tolist()
   assert f"{log.num_rows:,} rows" in repr(log) and "against words, exams" in repr(log)
   assert all(name in repr(answer) for name in log.domains) and "of 4 groups" in repr(answer)
+  assert all(f" {tokens:,} " in repr(answer) for tokens in answer.columns["tokens"].tolist())
   assert len(repr(ask(log, Query(by="document"))).splitlines()) < 30
 
 
