@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,26 @@ def test_the_index_ranks_by_whitened_blocks_and_knows_nats(directions, tmp_path)
   found = opened.scores([asked])
   np.testing.assert_allclose(found, expected, atol=0.2 * expected.std())
   assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998
+
+
+def test_each_of_several_queries_has_the_chunks_and_ranks_of_its_own(tmp_path, monkeypatch):
+  rng = np.random.default_rng(0)
+  asked = rng.normal(size=(3, 5, 16)).astype(np.float32)
+  opened = made_by_hand(tmp_path, rng.normal(size=(9, 5, 16)).astype(np.float32))
+  np.savez(tmp_path / "step.npz", x=np.zeros(1))
+  sketcher = SimpleNamespace(prepare=lambda batch: batch, respond=lambda *_: (None, 0.5, asked))
+  monkeypatch.setattr(offline, "Sketcher", lambda *_: sketcher)
+  about = {"method": "contribution", "directions": 16, "chunks": 9, "checkpoints": [[7, "x"]]}
+  queries = {name: SimpleNamespace(epoch_B=[0], arrays={}) for name in "abc"}
+  rest = (tmp_path, about, queries, SimpleNamespace(layout=None), 4)
+  for by in ("nats", "similarity"):
+    found = offline.nearest(CFG, iter([offline.Point(7, None, "x")]), *rest, by)
+    for chunks, score_N in zip(found.values(), opened.scores([0.5 * asked], by), strict=True):
+      order = np.argsort(-score_N)[:4]
+      assert [c["path"] for c in chunks] == [str(n) for n in order]
+      np.testing.assert_allclose([c["score"] for c in chunks], score_N[order], rtol=1e-4, atol=1e-6)
+      if by == "similarity":
+        assert [(c["rank"], c["tied"]) for c in chunks] == [(1, False), (2, False), (3, False), (4, False)]
 
 
 def test_an_open_index_stays_as_it_was_while_it_is_written_again(tmp_path):
