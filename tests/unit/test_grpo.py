@@ -124,6 +124,8 @@ def test_loss_gradients_and_scores_are_those_of_the_formulas(case, dtype, schedu
     rows = [np.asarray(row) for row in jax.tree.leaves(jax.jit(jax.jacrev(losses))(params))]
     pairs = zip(rows, jax.tree.leaves(G), strict=True)
     wanted = sum((row * np.asarray(g)).reshape(ROWS, -1).sum(1) for row, g in pairs)
+    logps = logps_of(nnx.merge(graphdef, params, rest), batch, keys.get("decode_sampling_temperature", 1.0))
+    ratio = np.exp(np.asarray(logps) - batch["targets_logps"])
   before = run.snapshot().params
   out = run.step(batch, (val,))
   bound = DTYPES[dtype]
@@ -135,8 +137,12 @@ def test_loss_gradients_and_scores_are_those_of_the_formulas(case, dtype, schedu
   moved = np.concatenate([(before[label] - after[label]).ravel() for label in before])
   whole = np.concatenate([row.sum(0).ravel() for row in rows])
   assert oracles.relative_error(moved, whole) < 10 * bound
-  clipped = [out["clip_ratio/low_mean"], out["clip_ratio/high_mean"]]
-  assert all(0 < share < 1 for share in clipped), "the case clips on both sides"
+  (low, high), a = keys.get("grpo_epsilon", (0.2, 0.2)), batch["advantages"][:, None]
+  weights = batch["targets_weights"] / batch["targets_weights"].sum()
+  for name, clips in (("low", (ratio < 1 - low) & (a < 0)), ("high", (ratio > 1 + high) & (a > 0))):
+    assert out[f"clip_ratio/{name}_mean"] == pytest.approx((weights * clips).sum(), rel=1e-5)
+    assert 0 < out[f"clip_ratio/{name}_mean"] < 1, "the case clips on both sides"
+  assert out["policy/max_ratio_error"] == pytest.approx(np.abs(ratio - 1)[weights > 0].max(), rel=1e-4)
 
 
 def test_the_factor_of_the_loss_leaves_the_balance_of_the_experts_alone():
