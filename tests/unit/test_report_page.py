@@ -13,7 +13,7 @@ from attribution_runs import MODULES, make_run
 from test_report import write_log
 
 from maxghost import attribution, report, scores
-from maxghost.attribution import report_text
+from maxghost.attribution import report_text, summary
 from maxghost.attribution.html import render
 from maxghost.attribution.html.charts import Line, line_chart, ticks
 from maxghost.attribution.summary import Ledger, summarize
@@ -71,11 +71,21 @@ def test_of_the_steps_with_one_validation_gradient_the_first_has_the_measured_dr
   assert ledger.actual_S.tolist() == [1.0, 0.0, 0.5, 0.0] and ledger.predicted == 1.0
 
 
+def test_a_bin_of_several_steps_has_the_average_of_them_all(tmp_path, monkeypatch):
+  """As in runs of more than 240 steps."""
+  monkeypatch.setattr(summary, "CURVE_BINS", 1)
+  steps = [({}, [("a", "x", 0, 0, 40, 8.0)]), ({}, [("a", "x", 0, 0, 30, 0.3), ("b", "y", 0, 0, 10, 0.3)])]
+  found = summarize(attribution.load(write_log(tmp_path, steps)))
+  relative = {value.domain: value.relative for value in found.sets[0].domains}
+  assert relative == pytest.approx({"a": 8.3 / (1.75 * 8.6 / 2), "b": 0.3 / (0.25 * 8.6 / 2)})
+  assert found.passes.expected_EK[:, 0].tolist() == pytest.approx([8.6, 0, 0, 0, 0, 0])
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_passes_are_shown_from_the_second_on(tmp_path, passes):
   steps = [({}, [("a", "x", 0, 0, 9, 0.25)])] * passes
-  summary = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[step] for step in range(passes)])))
-  assert summary.passes.has_repeats == (passes == 2)
+  found = summarize(attribution.load(write_log(tmp_path, steps, epochs=[[step] for step in range(passes)])))
+  assert found.passes.has_repeats == (passes == 2)
 
 
 def test_texts_that_were_scored_more_than_once(tmp_path):
