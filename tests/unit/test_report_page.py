@@ -71,6 +71,15 @@ def test_of_the_steps_with_one_validation_gradient_the_first_has_the_measured_dr
   assert ledger.actual_S.tolist() == [1.0, 0.0, 0.5, 0.0] and ledger.predicted == 1.0
 
 
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_rows_that_do_not_add_up_to_the_steps_are_noticed_at_any_scale(tmp_path, scale):
+  for off, messages in ((0.05, 1), (0.001, 0)):
+    steps = [({"predicted_examples": sign * scale}, [("a", "x", 0, 0, 9, sign * scale)]) for sign in (1, -1)]
+    steps.append(({"predicted_examples": scale}, [("a", "x", 0, 0, 9, (1 + 3 * off) * scale)]))
+    said = summarize(attribution.load(write_log(tmp_path / f"{off}", steps))).messages
+    assert sum("rows are missing or doubled" in message for message in said) == messages
+
+
 def test_a_bin_of_several_steps_has_the_average_of_them_all(tmp_path, monkeypatch):
   """As in runs of more than 240 steps."""
   monkeypatch.setattr(summary, "CURVE_BINS", 1)
