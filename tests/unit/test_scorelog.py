@@ -15,7 +15,7 @@ from maxghost import attribution, report, scores
 from maxghost.attribution.summary import summarize
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal
-from maxghost.scorelog import Writer, selection, tokens
+from maxghost.scorelog import Writer, reader, selection, tokens
 from maxghost.scorelog.compact import compact
 from maxghost.scorelog.export import to_parquet
 from maxghost.scorelog.reader import _written
@@ -105,6 +105,24 @@ def test_a_torn_file_is_left_out_whole_and_named(run_dir):
     shard(run_dir, step).write_bytes(b"")
   with pytest.raises(ConfigError, match="none of 3 score files is readable"):
     attribution.load(run_dir, accept_lost_rows=True)
+
+
+@pytest.mark.parametrize("times", [1, 5, 6])
+def test_a_file_that_is_replaced_while_the_log_is_opened_is_looked_for_again(run_dir, monkeypatch, times):
+  """A run that is training replaces the file of an unfinished interval; one that does not come back is lost."""
+  rows, gone, left = attribution.load(run_dir)["dot"], shard(run_dir, 7), iter(range(times))
+
+  def opened(path):
+    if path == gone and next(left, None) is not None:
+      raise FileNotFoundError(path)
+    return Shard(path)
+
+  monkeypatch.setattr(reader, "Shard", opened)
+  if times > 5:
+    with pytest.raises(ConfigError, match=r"scores are lost: dot_prod_log_iter_7\.npz disappeared; 4 steps"):
+      attribution.load(run_dir)
+  else:
+    np.testing.assert_array_equal(attribution.load(run_dir)["dot"], rows)
 
 
 @pytest.mark.parametrize(
