@@ -180,6 +180,8 @@ def test_intervals_by_hand(tmp_path):
       of_steps = np.bincount(log["step"][domain == name], value[domain == name], 40)
       difference = np.diff(of_steps[first:].reshape(20, size).sum(1))
       assert half_width == pytest.approx(2.0930 * np.sqrt(20 * np.mean(difference**2) / 2), rel=1e-3)
+    per_million = found["half_width"] / found["tokens"] * 1e6
+    np.testing.assert_allclose(found["per_million_half_width"], per_million, rtol=1e-9)
   found = ask(log, Query(by="document", val_set="exams")).columns
   three = next(i for i, chunks in enumerate(found["chunks"]) if chunks == 3)
   own = value[(log["path"] == found["path"][three]) & (log["offset"] == found["offset"][three])]
@@ -368,14 +370,15 @@ def test_a_run_continues_over_compacted_scores(table, tmp_path, last_step):
   assert not list((copy / "ghost").iterdir())
 
 
-def test_damaged_index_is_one_line(run_dir, tmp_path):
+@pytest.mark.parametrize("entry", [-1, 4, 77])
+def test_damaged_index_is_one_line(run_dir, tmp_path, entry):
   shard = attribution.load(run_dir).shards[0]
   rows = shard.rows()
-  rows["domain"][3] = 77
+  rows["domain"][3] = entry
   (tmp_path / "ghost").mkdir()
   tables = {name: shard.texts(name) for name in fmt.TEXTS}
   write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, tables, shard.steps, None, rows)
-  with pytest.raises(ConfigError, match="a row points to entry 77 of 4"):
+  with pytest.raises(ConfigError, match=f"a row points to entry {entry} of 4"):
     ask(attribution.load(tmp_path), Query())
 
 

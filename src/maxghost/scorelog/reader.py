@@ -202,8 +202,8 @@ class ScoreLog(fmt.Frame):
         sizes = {name: len(shard.texts(name)) for name in (*fmt.TEXTS, *self.fields)}
         for rows in shard.blocks():
           for name, size in sizes.items():
-            if len(rows) and (rows[name].min() < 0 or rows[name].max() >= size):
-              entry = f"a row points to entry {rows[name].max()} of {size} in its table of {name}s"
+            if len(outside := rows[name][(rows[name] < 0) | (rows[name] >= size)]):
+              entry = f"a row points to entry {outside[0]} of {size} in its table of {name}s"
               raise ConfigError(f"{shard.path}: {entry}: the file is damaged; remove it to use the others")
           yield shard, rows
       except (DamagedShard, FileNotFoundError) as error:
