@@ -142,6 +142,24 @@ def test_a_layer_that_sees_no_batch_axis_is_an_error():
     ghost.GhostEngine().score(model, batch, batch, loss_fn=loss)
 
 
+@pytest.mark.parametrize("mask", [np.ones((1, IN), bool), np.ones((), bool), None], ids=["shared", "scalar", "none"])
+def test_schedule_concat_parts_every_input_of_a_layer_into_rows(mask):
+  class Masked(nnx.Module):
+    def __init__(self, rngs):
+      self.norm = nnx.LayerNorm(IN, rngs=rngs)
+
+    def __call__(self, x):
+      return self.norm(x, mask=None if mask is None else jnp.asarray(mask))
+
+  model, rows = Masked(nnx.Rngs(0)), np.random.default_rng(0).normal(size=(N, IN)).astype(np.float32)
+  score = lambda schedule: ghost.GhostEngine(schedule=schedule).score(model, rows, rows[:3], loss_fn=loss)  # noqa: E731
+  expected = score("two_pass").dot
+  if mask is None:
+    return np.testing.assert_allclose(score("concat").dot, expected, rtol=1e-5, atol=1e-6)
+  with pytest.raises(ValueError, match=r"^norm: schedule 'concat' needs the batch axis first in every input"):
+    score("concat")
+
+
 def test_no_batch_axis_is_an_error_even_where_the_sizes_agree():
   """As above with as many positions as rows."""
 
