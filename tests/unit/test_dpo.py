@@ -234,7 +234,7 @@ def test_a_policy_that_is_its_reference_has_loss_log_2():
 
 
 def test_rows_that_are_no_pairs_are_refused():
-  loss, ids = objectives.create(tiny.make_config(**SIZES)), np.array([[3, 5, -1], [3, 5, -1], [4, -1, -1], [4, -1, -1]])
+  loss, ids = objectives.create(tiny.make_config(**SIZES)), np.array([[3, 0, -1], [3, 0, -1], [4, -1, -1], [4, -1, -1]])
   arrays = {"targets": np.zeros((4, 9), np.int32)}
   batch = loss.prepare(Batch(arrays, ids, np.zeros_like(ids), np.zeros(4, np.int64)))
   np.testing.assert_array_equal(batch.unit_BS, [[0, 1, -1], [0, 1, -1], [3, -1, -1], [3, -1, -1]])
