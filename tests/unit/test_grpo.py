@@ -132,6 +132,7 @@ def test_loss_gradients_and_scores_are_those_of_the_formulas(case, dtype, schedu
   assert out["loss"] == pytest.approx(parts.sum(), rel=bound, abs=bound)
   assert oracles.relative_error(out["contribution_BSK"][:, 0, 0], wanted) < bound
   assert (out["contribution_BSK"][:, 1:] == 0).all()
+  assert out["check_rel_err"].shape == (1,) and out["check_rel_err"][0] < bound
   # With learning rate 1 and SGD, the update is minus the gradient.
   after = run.snapshot().params
   moved = np.concatenate([(before[label] - after[label]).ravel() for label in before])
