@@ -434,8 +434,6 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{given}; use ghost_val_every=1, not {v.ghost_val_every}"
   if v.ghost_direction == "second_order" and v.ghost_curvature == "secant":
     yield f"{v['ghost_direction']} means ghost_curvature=hessian; use ghost_direction=auto for ghost_curvature=secant"
-  if curvature == "hessian" and steps > 1:
-    yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
   if curvature == "hessian" and v.ghost_val_every > 1:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   if curvature == "hessian" and v.quantization in ROUNDED:

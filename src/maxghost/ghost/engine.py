@@ -239,9 +239,10 @@ class GhostEngine:
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:
   """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own.
 
-  With curvature 'hessian' the whole step is known when directions are formed, so none is left to the backward pass.
+  With curvature 'hessian' the whole step is known when directions are formed.
   """
-  return DirectionSpec(direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction), rank)
+  early = curvature == "hessian"
+  return DirectionSpec(direction_rule(cfg.optimizer, "sgd" if early else direction), rank, early=early)
 
 
 def _known(name: str, value: str, choices: Sequence[str]) -> str:

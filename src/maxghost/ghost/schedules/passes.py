@@ -141,6 +141,7 @@ def scored_by_rules(twin: Twin, passed: TrainPass, val_loss, factored: dict, **r
   passed, own = own_parted(twin, passed)
   if twin.spec.in_backward and twin.spec.rank:
     factored = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.low_rank}
+  factored = {label: captured[..., : twin.num_sets] for label, captured in factored.items()}
   return Scored(passed, val_loss, total(twin, passed.scores), factored, own=own, **rest)
 
 
@@ -163,8 +164,11 @@ def total(twin: Twin, scores: dict) -> Any:
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
 
 
-def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None) -> TrainPass:
-  """The training gradient of the batch. With a twin, the backward pass scores every example against `directions`."""
+def train_pass(
+  model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None, gradients: bool = True
+) -> TrainPass:
+  """The training gradient of the batch, unless gradients=False. With a twin, the backward pass scores every example
+  against `directions`."""
   params, rest = model.params, model.rest
 
   def loss(params, probes):
@@ -174,10 +178,11 @@ def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None,
     return mean_loss(losses, weights), (losses, wide_weights(losses, weights), metrics)
 
   probes = None if twin is None else twin.zero_probes()
-  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, probes)
+  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1) if gradients else (1,), has_aux=True)
+  (value, (losses, weights, metrics)), (*grads, probe_grads) = value_and_grad(params, probes)
   scores, facts = ({}, {}) if twin is None else twin.scores(probe_grads)
-  return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
+  gradient = constrain_state(grads[0]) if gradients else nnx.State({})
+  return TrainPass(value, losses, weights, gradient, scores, facts, metrics)
 
 
 class MicroBatches(NamedTuple):
@@ -198,14 +203,16 @@ class MicroBatches(NamedTuple):
     return x.reshape(*before, -1, *rest)
 
 
-def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = None, directions: Any = None) -> TrainPass:
+def accumulated(
+  model: Model, loss_fn, batch, num_micro: int, twin: Twin | None = None, directions: Any = None, gradients: bool = True
+) -> TrainPass:
   """`train_pass` in micro-batches, weighted exactly. num_micro: M of `MicroBatches`.
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
-  Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
-  use each micro-batch's own gradient.
+  Gradients are summed in float32 or wider; scores are in the batch's row order. With several micro-batches, directions
+  are known before.
   """
-  run = functools.partial(train_pass, model, loss_fn, twin=twin, directions=directions)
+  run = functools.partial(train_pass, model, loss_fn, twin=twin, directions=directions, gradients=gradients)
   if num_micro == 1:
     return run(batch)
   maxima, parts = as_objective(loss_fn).maxima, MicroBatches(num_micro, as_objective(loss_fn).rows_per_unit)
@@ -222,22 +229,21 @@ def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = Non
     grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
     found, metrics = parted(out.metrics)
     largest = jax.tree.map(jnp.maximum, largest, found)
-    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, metrics))
+    means = jax.tree.map(lambda a, f: a + weight * f, means, metrics)
     scores = jax.tree.map(lambda s: weight * s, out.scores)
     return (total + weight, grads, means, largest), (out.loss * weight, out.losses, out.weights, scores)
 
   shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
   largest, means = parted(shapes.metrics)
-  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, means))
+  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), means)
   largest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest)
   init = (jnp.zeros((), shapes.weights.dtype), zeros, means, largest)
   (total, grads, means, largest), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
-  facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
     loss=loss.sum() * inverse, losses=rows_of(losses), weights=rows_of(weights),
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
-    facts=facts, metrics=metrics | largest,
+    facts={}, metrics=jax.tree.map(lambda f: f * inverse, means) | largest,
   )  # fmt: skip
