@@ -9,7 +9,12 @@ import oracles
 import pytest
 import routed
 import tiny
+from flax import nnx
 from train_steps import VALIDATION, Run
+
+from maxghost import objectives
+from maxghost.ghost.schedules import Model, passes
+from maxghost.training.state import trainable
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
 ROWS = ((4, 5, 3), (13,), (2,), (1, 7, 2, 2), (8, 3), (3, 9), (12,), (5, 5), (6,))
@@ -93,6 +98,22 @@ def test_forward_mode_scores_each_micro_batch_by_itself(case, batch):
   assert found["check_rel_err"][0] < 1e-10
   by_row, expected_by_row = (out["contribution_BSK"].sum(1) for out in (found, expected))
   assert oracles.relative_error(by_row, expected_by_row) < 1e-9
+
+
+@pytest.mark.parametrize("changes", [{"dropout_rate": 0.5}, {"lora_rank": 2, "lora_dropout": 0.5}])
+def test_micro_batches_draw_masks_of_their_own(changes):
+  """Equal rows in different micro-batches have different losses, as in one batch."""
+  cfg = tiny.make_config(**changes)
+  model, key = tiny.make_model(cfg), jax.random.key(0)
+  for _, part in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    part[...] = jax.random.normal(key, part.shape)
+  equal = {name: values[[3, 3]] for name, values in UNEVEN.items()}
+  with tiny.cheap_compilation():
+    passed = passes.accumulated(
+      Model(*nnx.split(model, trainable(cfg, model), ...)), objectives.create(cfg).training(key), equal, 2
+    )
+  first, second = np.asarray(passed.losses)
+  assert (first != second)[equal["targets_segmentation"][0] != 0].all()
 
 
 def test_adams_direction_of_each_micro_batch_leaves_a_residual_and_the_columns_add_up():

@@ -217,10 +217,13 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
       if level_of.get(target, level) > level:
         notes.append(f"{key} ({origin}) is overridden by {target}={values.shown(flat[target])} ({origins[target]})")
         continue
+      if target == "objective" and level_of.get(target) == level and changed != flat[target]:
+        problems.append(f"{key} ({origin}) is {target}={changed}, not {target}={flat[target]} beside it; leave one out")
+        broken.add(target)
       if wrong := values.limit_problems(known[target], changed):
         problems.append(f"{key} ({origin}) is {target}={values.shown(changed)}{wrong[0]}")
         broken.add(target)
-      flat[target], origins[target] = changed, origin
+      flat[target], origins[target], level_of[target] = changed, origin, level
   problems.extend(cross_problems({key: value for key, value in flat.items() if key not in broken}))
   if problems:
     raise values.ConfigError(*renamed.shortened(problems))

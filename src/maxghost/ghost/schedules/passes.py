@@ -5,7 +5,6 @@ batches may be a tuple with one for each.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -122,8 +121,7 @@ def second_order_gradients(model: Model, loss_fn: Losses, batches: tuple, gradie
     return jnp.zeros(()), jax.jvp(gradient, (model.params,), (delta,))[1]
 
   _, along = _for_each_set(curvature, of_each_set(loss_fn, batches), batches)
-  half = functools.partial(jax.tree.map, lambda g, c: g + 0.5 * c)
-  return [constrain_state(half(*pair)) for pair in zip(gradients, along, strict=True)]
+  return [constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, *pair)) for pair in zip(gradients, along, strict=True)]
 
 
 def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
@@ -205,39 +203,34 @@ def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = Non
   Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
   use each micro-batch's own gradient.
   """
-  run = functools.partial(train_pass, model, loss_fn, twin=twin, directions=directions)
   if num_micro == 1:
-    return run(batch)
-  maxima, parts = as_objective(loss_fn).maxima, MicroBatches(num_micro, as_objective(loss_fn).rows_per_unit)
-  micro, rows_of = parts.cut(batch), parts.joined
+    return train_pass(model, loss_fn, batch, twin, directions)
+  objective = as_objective(loss_fn)
+  maxima, parts = objective.maxima, MicroBatches(num_micro, objective.rows_per_unit)
+  numbered, rows_of = (jnp.arange(num_micro), parts.cut(batch)), parts.joined
 
-  def parted(metrics: dict) -> list[dict]:
-    """[maxima, means]"""
-    return [{name: x for name, x in metrics.items() if (name in maxima) is kind} for kind in (True, False)]
+  def run(index, micro_batch):
+    return train_pass(model, objective.of_micro_batch(index), micro_batch, twin, directions)
 
-  def body(carry, micro_batch):
-    total, grads, means, largest = carry
-    out = run(micro_batch)
+  def body(carry, one):
+    total, grads, facts = carry
+    out = run(*one)
     weight = out.weights.sum()
     grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
-    found, metrics = parted(out.metrics)
-    largest = jax.tree.map(jnp.maximum, largest, found)
-    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, metrics))
+    facts = jax.tree.map(lambda a, f: a + weight * f, facts, out.facts)
+    metrics = {name: x if name in maxima else weight * x for name, x in out.metrics.items()}
     scores = jax.tree.map(lambda s: weight * s, out.scores)
-    return (total + weight, grads, means, largest), (out.loss * weight, out.losses, out.weights, scores)
+    return (total + weight, grads, facts), (out.loss * weight, out.losses, out.weights, scores, metrics)
 
-  shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
+  shapes = jax.eval_shape(run, *jax.tree.map(lambda x: x[0], numbered))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
-  largest, means = parted(shapes.metrics)
-  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, means))
-  largest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest)
-  init = (jnp.zeros((), shapes.weights.dtype), zeros, means, largest)
-  (total, grads, means, largest), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
+  init = jnp.zeros((), shapes.weights.dtype), zeros, jax.tree.map(jnp.zeros_like, shapes.facts)
+  (total, grads, facts), (loss, losses, weights, scores, metrics) = jax.lax.scan(body, init, numbered)
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
-  facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
     loss=loss.sum() * inverse, losses=rows_of(losses), weights=rows_of(weights),
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
-    facts=facts, metrics=metrics | largest,
+    facts=jax.tree.map(lambda f: f * inverse, facts),
+    metrics={name: x.max(0) if name in maxima else x.sum(0) * inverse for name, x in metrics.items()},
   )  # fmt: skip
