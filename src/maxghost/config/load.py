@@ -214,7 +214,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
       else:
         notes.append(said)
     for target, changed in renamed.OTHER[key].fold(value, flat).items():
-      if level_of.get(target, level) > level:
+      if level_of.get(target, level) > level and key != "lora_use_rslora":  # which is a factor of the later value
         notes.append(f"{key} ({origin}) is overridden by {target}={values.shown(flat[target])} ({origins[target]})")
         continue
       if target == "objective" and level_of.get(target) == level and changed != flat[target]:
