@@ -231,7 +231,7 @@ class OptimizerConfig:
   distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0, unread=_NO_TEACHER)
   distill_temperature: float = key(1.0, minimum=1e-3, unread=_NO_TEACHER)
   distill_kl: str = key("forward", choices=("forward", "reverse"), unread=_NO_TEACHER)
-  distill_top_k: int = key(0, minimum=0)
+  distill_top_k: int = key(0, minimum=0, unread=_NO_TEACHER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

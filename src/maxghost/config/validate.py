@@ -422,7 +422,7 @@ def validation_sets(v: Values) -> Iterator[str]:
 def scoring(v: Values) -> Iterator[str]:
   """What the run's schedule lacks (`plugins.SCHEDULE_LACKS`), and scores that several steps share."""
   direction, curvature = plugins.directed(v.ghost_direction, v.ghost_curvature)
-  rule, loss, steps = plugins.OPTIMIZERS[v.opt_type], plugins.OBJECTIVES[v.objective], v.gradient_accumulation_steps
+  rule, loss = plugins.OPTIMIZERS[v.opt_type], plugins.OBJECTIVES[v.objective]
   plain = rule.direction == "sgd" and direction in ("auto", *plugins.OF_STEP)
   early = curvature == "hessian" or direction == "sgd" or plain
   if v.ghost_enabled and v.opt_type == "adamw" and v.adam_weight_decay * v.learning_rate >= 1:
@@ -447,7 +447,7 @@ def scoring(v: Values) -> Iterator[str]:
     "own_losses": (own_losses and v.ghost_schedule in loss.schedules, "ghost_val_sets", "sets without @objective"),
     "hessian": (curvature == "hessian", key, none), "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
-    "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
+    "accumulation": (v.gradient_accumulation_steps > 1, "gradient_accumulation_steps", "1"),
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
     "adapters": (v.ghost_enabled and v.lora_rank > 0, "lora_rank", "0"),
     "selection": (v.ghost_select != "none", "ghost_select", "none"),

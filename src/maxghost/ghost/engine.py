@@ -198,8 +198,7 @@ class GhostEngine:
       problem = schedules.Problem(
         schedule=self._schedule, model=schedules.Model(graphdef, params, rest), val_loss=loss_fn,
         loss=_counting(loss_fn, counted) if twin else loss_fn, batch=train_batch, val_batches=val_batches, twin=twin,
-        parameters=views, scored=scored, rule=rule, state=state, second_order=self.second_order,
-        update=lambda grads: (state, delta), settings=settings,
+        parameters=views, scored=scored, rule=rule, state=state, update=lambda grads: (state, delta), settings=settings,
       )  # fmt: skip
       out = schedules.score(problem)
       masks = [rows[:, None] if self.per_position else rows for rows in (counted, ~counted)]
