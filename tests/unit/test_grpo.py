@@ -204,7 +204,7 @@ def test_built_in_rewards():
   assert judged["given"].tolist() == [1, 0]
   popping = {name: lambda year, **_: [year.pop()] for name in ("one", "two")}
   assert [float(x[0]) for x in rewards.judge(popping, ["a"], ["b"], {"year": [7]}).values()] == [7, 7]
-  for value in (10**400, -1e300, float("inf"), "1"):  # such as the distance of a long answer from the gold answer
+  for value in (10**400, -1e300, float("inf"), "1", np.complex64(1)):  # the first: a distance of long answers
     with pytest.raises(rewards.RolloutError, match="no finite number and not None; prompt 'a', answer 'b'"):
       rewards.judge({"given": lambda value=value, **_: [value]}, ["a"], ["b"], {})
 
@@ -455,6 +455,7 @@ def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, c
     ({"dropout_rate": 0.1}, "would change the log-probabilities of answers; use dropout_rate=0.0"),
     ({"lora_rank": 4, "lora_dropout": 0.1}, "use lora_dropout=0.0"),
     ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
+    ({"grpo_epsilon": (0.0, 0.2)}, r"grpo_epsilon=\[0\.0, 0\.2\]"),
     ({"adam_eps": 1e-14}, "a tiny gradient, which adam_eps=1e-14 enlarges; use 1e-10 or more"),
     ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),
     ({"ghost_reweight": (3.0, 0.7), "num_iterations": 2}, "draws for every step"),

@@ -100,7 +100,8 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
     if len(given) != len(completions):
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):
-      if value is not None and not (isinstance(value, int | float | np.number | np.bool_) and abs(value) <= LARGEST):
+      is_real = isinstance(value, int | float | np.integer | np.floating | np.bool_)
+      if value is not None and not (is_real and abs(value) <= LARGEST):
         said = f"reward {name} is {value!r:.60}, no finite number and not None"
         raise RolloutError(f"{said}; {_shown(prompts, completions, i)}")
     found[name] = np.array([math.nan if value is None else float(value) for value in given])
