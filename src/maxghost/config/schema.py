@@ -246,7 +246,7 @@ class RolloutConfig:
   reward_weights: tuple[float, ...] = key((), unread=_NO_SAMPLES)
   scale_rewards: str = key("group", choices=("group", "batch", "none"), unread=_NO_SAMPLES)
   grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"), unread=_NO_SAMPLES)
-  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=0.0, unread=_NO_SAMPLES)
+  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=1e-4, unread=_NO_SAMPLES)
   grpo_beta: float = key(0.0, minimum=0.0, unread=_NO_SAMPLES)
   grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"), unread=_NO_SAMPLES)
   mask_truncated_completions: bool = key(False, unread=_NO_SAMPLES)

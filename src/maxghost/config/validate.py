@@ -360,8 +360,8 @@ def rollouts(v: Values) -> Iterator[str]:
     yield f"{v['decode_sampling_temperature']} does not go with {v['num_vocab_tiling']}; use 1.0, or num_vocab_tiling=1"
   if not v.sft_train_on_completion_only:
     yield f"{given} asks for where answers begin; use sft_train_on_completion_only=true"
-  if v.opt_type in ("adamw", "muon") and not v.adam_eps:
-    yield f"{given} gives answers that teach nothing a tiny gradient, which adam_eps=0.0 would make a whole step of"
+  if v.opt_type in ("adamw", "muon") and v.adam_eps < 1e-10:
+    yield f"{given} gives answers that teach nothing a tiny gradient, which {v['adam_eps']} enlarges; use 1e-10 or more"
   for key, only in (("packing", "none"), ("ghost_select", "none"), ("ghost_detail", "layer"), ("offline_data_dir", "")):
     if getattr(v, key) != only and (key != "ghost_detail" or v.ghost_detail == "token"):
       yield f"{v[key]} does not go with {given}, whose rows are single answers; use {key}={only or chr(39) * 2}"
