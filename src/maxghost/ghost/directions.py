@@ -41,9 +41,8 @@ def part_name(name: str, part: str) -> str:
 class DirectionSpec:
   """Static description of a twin's directions: u = P_tᵀ G, with P_t the response of `rule` to this step's gradient.
 
-  P_t is formed inside the backward pass of each op, without the learning rate and the outer clipping factor. For `Sgd`
-  P_t = 1, so u = G is known before.
-  early: whether all directions are known before the pass that scores, formed from the whole batch's gradient.
+  P_t is formed inside the backward pass of each op, without the learning rate and the outer clipping factor; with
+  `early` before that pass, from the gradient of an earlier one. For `Sgd` P_t = 1, so u = G is known before.
   rank > 0: matrices large enough to gain are scored along rank-r factors of u (`low_rank`), the others exactly.
   must_gain: whether a model without such a matrix is refused.
   own: whether gradients are scored along this step's weight gradient too, as one more set after the K.

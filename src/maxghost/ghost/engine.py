@@ -236,11 +236,8 @@ class GhostEngine:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:
-  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own.
-
-  With curvature 'hessian' the whole step is known when directions are formed.
-  """
-  early = curvature == "hessian"
+  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own."""
+  early = curvature == "hessian"  # which needs the whole step
   return DirectionSpec(direction_rule(cfg.optimizer, "sgd" if early else direction), rank, early=early)
 
 

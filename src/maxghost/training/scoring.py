@@ -231,8 +231,8 @@ def scoring_spec(cfg: Config) -> DirectionSpec:
   spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
   spec = dataclasses.replace(spec, own=cfg.counts_clipping)
   # A direction that depends on the gradient needs that of all micro-batches.
-  accumulates = cfg.optimizer.gradient_accumulation_steps > 1
-  return dataclasses.replace(spec, early=spec.early or (accumulates and spec.in_backward))
+  several = cfg.optimizer.gradient_accumulation_steps > 1
+  return dataclasses.replace(spec, early=several) if spec.in_backward else spec
 
 
 def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:

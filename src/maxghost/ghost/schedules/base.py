@@ -94,9 +94,8 @@ class Problem:
   rule: forms directions from the whole training gradient, in schedules without scoring rules and for a twin whose
     directions are `early`. Otherwise the twin's own rule does.
   state: the optimizer's before the step, with an assumed clipping factor; None if no rule reads it.
-  update: training gradient -> (state with this step's clipping factor, State of the parameters' update delta for
-    directions P_tᵀ (G + 1/2 H delta), or None). validation: known validation gradients, if any. secant: what to add to
-    them; None: nothing.
+  update: training gradient -> (state with this step's clipping factor, State of the step's update delta for directions
+    P_tᵀ (G + 1/2 H delta), or None). validation: known G, if any. secant: what to add to them; None: nothing.
   account: the trainer's rule, for the ledger; None: no ledger.
   """
 
