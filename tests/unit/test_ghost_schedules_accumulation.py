@@ -14,6 +14,7 @@ from train_steps import VALIDATION, Run
 
 from maxghost import objectives
 from maxghost.ghost.schedules import Model, passes
+from maxghost.training import memory
 from maxghost.training.state import trainable
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
@@ -160,3 +161,14 @@ def test_the_columns_of_micro_batches_add_up_with_factors_too():
       assert all(captured.min() > 0.1 and captured.max() <= 1 for captured in out["captured"].values())
       scores, expected = (x["contribution_BSK"].ravel() for x in (out, exact.out[i]))
       assert np.corrcoef(scores, expected)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(
+  ("changes", "there"),
+  [({}, True), ({"ghost_direction": "sgd"}, False), ({"gradient_accumulation_steps": 1}, False)],
+  ids=str,
+)
+def test_the_estimate_of_memory_counts_directions_that_are_known_before_the_pass(changes, there):
+  cfg = tiny.make_config(**({"gradient_accumulation_steps": 2} | changes))
+  names = [tensor.why for row in memory.estimate(cfg).rows for tensor in row.tensors]
+  assert ("directions of the whole gradient" in names) == there
