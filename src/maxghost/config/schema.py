@@ -78,7 +78,7 @@ class ModelConfig:
   normalization_layer_epsilon: float = key(1e-5, minimum=0.0)
   trainable_position_size: int = key(-1, minimum=-1)
   rope_type: str = key("default", choices=("default", "llama3.1", "yarn", "none"))
-  rope_max_timescale: float = key(10000.0, minimum=1.0, unread="rope_type=none")
+  rope_max_timescale: float = key(10000.0, minimum=2.0, unread="rope_type=none")
   rope_factor: float = key(1.0, minimum=1.0, unread="rope_type=default|none")
   original_max_position_embeddings: int = key(8192, minimum=1, unread="rope_type=default|none")
   rope_low_freq_factor: float = key(1.0, minimum=1e-6, unread="rope_type=default|yarn|none")

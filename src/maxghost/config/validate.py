@@ -115,8 +115,8 @@ def layer_cycle(v: Values) -> Iterator[str]:
   num_layers, cycle, types = v.base_num_decoder_layers, v.inhomogeneous_layer_cycle_interval, v.attention_type
   every = v["inhomogeneous_layer_cycle_interval"]
   if num_layers % cycle:
-    down = num_layers - num_layers % cycle
-    yield f"{v['base_num_decoder_layers']} is not a multiple of {every}; use {down or cycle} or {down + cycle} layers"
+    use = " or ".join(str(num_layers // cycle * cycle + more) for more in (0, cycle)).removeprefix("0 or ")
+    yield f"{v['base_num_decoder_layers']} is not a multiple of {every}; use {use} layers"
   if len(types) not in (1, cycle):
     yield f"{v['attention_type']} has {len(types)} entries; give one, or one for each of the {every} layers of a cycle"
   if "local_sliding" in types and v.sliding_window_size < 1:
@@ -233,7 +233,7 @@ def processes(v: Values) -> Iterator[str]:
   if v.jax_distributed in ("auto", "on", "off"):
     return
   found, given = DISTRIBUTED.fullmatch(v.jax_distributed), v["jax_distributed"]
-  if not found:
+  if not found or not 0 < int(found[1].rpartition(":")[2]) < 2**16:
     yield f"{given} is not auto, on, off or HOST:PORT,K/N (process K, from 0, of N), such as 10.0.0.1:1234,0/2"
   elif int(found[2]) >= int(found[3]):
     yield f"{given} calls this process {found[2]}, but of {found[3]} the numbers are 0 to {int(found[3]) - 1}"
