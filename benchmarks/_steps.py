@@ -74,12 +74,13 @@ class Step:
 
 
 def make_step(cfg: Config, num_documents: int = 3) -> Step:
-  """The step of `cfg` on a batch of per_device_batch_size rows and, with ghost on, a batch per validation set."""
+  """The step of `cfg` on a batch of one device's rows and, with ghost on, a batch per validation set."""
   heap.call("mallopt", heap.ARENA_MAX, 1)  # as the trainer, which does it before XLA starts its threads
   configure_jax(cfg)
   if jax.default_backend() == "cpu":
     heap.keep()
-  batch = jax.device_put(packed_batch(cfg, cfg.data.per_device_batch_size, 0, num_documents))
+  rows = cfg.data.per_device_batch_size * cfg.optimizer.gradient_accumulation_steps
+  batch = jax.device_put(packed_batch(cfg, rows, 0, num_documents))
   sets = cfg.val_sets
   val_batches = tuple(
     jax.device_put(packed_batch(cfg, cfg.ghost.ghost_val_batch_size, 1 + i, num_documents)) for i in range(len(sets))

@@ -62,6 +62,8 @@ TARGETS = {EXACT: 1.30, RANK_SGD: 1.10, EVERY: 1.05}  # time over the plain step
 ADAM, RANK_ADAM = "two_pass exact, adam", "two_pass rank 32, adam"
 PATH = ("ghost_direction=path", "ghost_curvature=secant")
 UNCLIPPED = "two_pass exact, marginal without clipping"
+PLAIN_MICRO = "plain step in 4 micro-batches"
+MICRO = ("gradient_accumulation_steps=4", "per_device_batch_size=4")
 NUM_ROWS = 16
 RANK = "ghost_rank=32"
 FOUR_SETS = "ghost_val_sets=[a=words,b=digits,c=brackets,d=noise]"
@@ -82,6 +84,8 @@ ROWS = {
   "two_pass rank 32, path and secant": Row((RANK, *PATH), 1.03, versus=RANK_ADAM, added_flops=1.005),
   EVERY: Row((RANK, "ghost_direction=sgd", "ghost_val_every=4"), 1.04),
   "two_pass rank 32, 4 validation sets": Row((RANK, "ghost_direction=sgd", FOUR_SETS), 1.10, shares=4),
+  PLAIN_MICRO: Row((*MICRO, "ghost_enabled=false")),
+  "two_pass exact, path, in 4 micro-batches": Row((*MICRO, "ghost_direction=path"), 2.00, shares=1, versus=PLAIN_MICRO),
   "concat (GhostSuite's form)": Row(("ghost_schedule=concat", "ghost_direction=sgd")),
   "engine jvp": Row(("ghost_schedule=forward_mode", "ghost_direction=sgd")),
 }
@@ -118,6 +122,8 @@ def config(keys, overrides):
 def counts_flops(cfg) -> bool:
   """XLA's count of a step with a loop or a branch in it is not that of the step."""
   ghost = cfg.ghost
+  if cfg.optimizer.gradient_accumulation_steps > 1:
+    return False
   return not ghost.ghost_enabled or (ghost.ghost_schedule == "two_pass" and ghost.ghost_val_every == 1)
 
 

@@ -110,7 +110,7 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   from maxghost.serving.samples import utf8
 
   place, _ = load_model.find(path)
-  (prompt_ids,), stop_ids = generate.encoded([args.question], cfg.records == "conversations", cfg, tokenizer, place)
+  (prompt_ids,), stop_ids = generate.encoded([args.question], cfg.records == "conversations", cfg, tokenizer)
   if args.answer is not None:
     return prompt_ids, tokenizer.encode([utf8(args.answer, "--answer")])[0].tolist()
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
   place, cfg = load_model.find(args.model, args.config, args.otherwise, args.key, **changes)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
-  prompts, stop_ids = encoded(texts, args.chat, cfg, tokenizer, place)
+  prompts, stop_ids = encoded(texts, args.chat, cfg, tokenizer)
   num_slots = cache_size(args, cfg, max(map(len, prompts)))
   layout = load_model.layout_of(cfg)
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter, layout)
@@ -109,17 +109,16 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer, place) -> tuple[list[list[int]], set[int]]:
+def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer) -> tuple[list[list[int]], frozenset[int]]:
   """(ids of each prompt, ids that end what is generated). chat: they are questions of a user. Raises ConfigError."""
   from maxghost.data.conversations import Rendering
   from maxghost.serving.samples import encode, utf8
 
-  stop_ids = place.stop_ids() | (set() if tokenizer.eos_id is None else {tokenizer.eos_id})
   if not chat:
-    return encode(texts, tokenizer, cfg), stop_ids
+    return encode(texts, tokenizer, cfg), tokenizer.stop_ids
   rendering = Rendering.of(cfg.data, tokenizer)
   try:
-    return [rendering.prompt(utf8(text).decode()) for text in texts], stop_ids | rendering.end_ids()
+    return [rendering.prompt(utf8(text).decode()) for text in texts], tokenizer.stop_ids | rendering.end_ids()
   except ValueError as error:  # of the template
     raise ConfigError(str(error)) from error
 

@@ -86,7 +86,7 @@ def _open(args: argparse.Namespace) -> Any:
   most = cfg.model.trainable_position_size if cfg.model.trainable_position_size > 0 else sys.maxsize
   size = args.cache or min(max(CACHE, cfg.data.max_target_length), most)
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
-  encoded = functools.partial(generate.encoded, chat=False, cfg=cfg, tokenizer=tokenizer, place=place)
+  encoded = functools.partial(generate.encoded, chat=False, cfg=cfg, tokenizer=tokenizer)
   stop_ids = encoded(["a"])[1]  # a space alone may have no token
   rendering, no_chat = Rendering.of(cfg.data, tokenizer), ""
   try:

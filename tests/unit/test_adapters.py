@@ -331,6 +331,8 @@ def test_maxtexts_groups_of_keys_are_read(tmp_path):
   assert config.load(path, "lora.enable_lora=false").adapter.lora_rank == 0
   assert config.load("enable_lora=true", "adam_weight_decay=0").adapter.lora_rank == 8
   assert config.load(path, "lora_use_rslora=true", "lora_rank=9").adapter.lora_alpha == 6  # 2 times the root of 9
+  path.write_text("lora: {lora_rank: 9, lora_use_rslora: true}\n")
+  assert config.load(path, "lora_alpha=4").adapter.lora_alpha == 12
   with pytest.raises(ConfigError, match="unknown key 'lora_rnak'"):
     config.load("lora.lora_rnak=6")
   path.write_text("lora: {lora_rnak: 4}")

@@ -20,6 +20,8 @@ MOE = "decoder_block=mixtral num_experts=4 num_experts_per_tok=2"
     ("rope_type=yarn rope_factor=4 beta_fast=1", "beta_fast=1.0 must be more than beta_slow=1.0"),
     ("rope_type=llama3.1 rope_factor=8 rope_low_freq_factor=4", "rope_high_freq_factor=4.0 must be more than"),
     ("base_num_decoder_layers=5 inhomogeneous_layer_cycle_interval=2", "use 4 or 6 layers"),
+    ("base_num_decoder_layers=1 inhomogeneous_layer_cycle_interval=2", "use 2 layers"),
+    ("rope_max_timescale=1", "below the least allowed value 2.0"),
     ("attention_type=global,global", "has 2 entries; give one, or one for each of the inhomogeneous_layer_cycle_inter"),
     ("attention_type=local_sliding", "attention_type=local_sliding needs sliding_window_size"),
     ("sliding_window_size=8", "sliding_window_size=8 is read by attention_type=local_sliding only"),

@@ -102,6 +102,14 @@ def test_a_maxtext_name_that_no_run_reads_is_noted(overrides, said):
   assert len(notes) == bool(said) and "".join(notes).startswith(said)
 
 
+def test_two_objectives_at_once_are_refused(tmp_path):
+  for keys in (("objective=dpo", "use_sft=true"), ("use_dpo=true", "use_sft=true")):
+    with pytest.raises(config.ConfigError, match=r"^use_sft .* objective=sft, not objective=dpo .* leave one out$"):
+      config.load(*keys)
+  (tmp_path / "own.yml").write_text("objective: dpo\n")
+  assert config.load(tmp_path / "own.yml", "use_sft=true").optimizer.objective == "sft"
+
+
 def test_maxtext_names_the_loss_of_pairs_in_its_group(tmp_path):
   (tmp_path / "own.yml").write_text("use_dpo: true\ndpo: {algo: dpo, dpo_beta: 0.2}\n")
   loss = config.load(tmp_path / "own.yml").optimizer
@@ -124,7 +132,8 @@ def test_values_of_maxtext_names_are_checked():
   ["fused_qkv: False", "quantization: ''", "hardware: tpu", "shared_experts: 0", "capacity_factor: -1.0",
    "lora_input_adapters_path:", "normalize_embedding_logits: False", "ici_sequence_parallelism: 1",
    "rope_use_scale: True", "rope_linear_scaling_factor: 1.0", "rope_min_timescale: 1",
-   "use_truncation: false", "mtp_eval_target_module: 0"],
+   "use_truncation: false", "mtp_eval_target_module: 0", "distill_beta: 0.0", "distill_alpha_schedule: constant",
+   "distill_temperature_end: None", "use_tunix_gradient_accumulation: false"],
 )  # fmt: skip
 def test_a_maxtext_key_that_asks_for_nothing_is_accepted(text, tmp_path):
   (tmp_path / "own.yml").write_text(text)
@@ -137,6 +146,7 @@ def test_a_maxtext_key_that_asks_for_nothing_is_accepted(text, tmp_path):
     ("fused_qkv=true", "'fused_qkv' (command line) is a MaxText key that maxghost does not have"),
     ("num_epoch=3", "'num_epoch' (command line) is a MaxText key that maxghost does not have; use steps"),
     ("hf_train_files=x", "does not have; use dataset_files"),
+    ("teacher_overrides={}", "does not have; use distill_teacher"),
     ("mtp_eval_target_module=1", "is a MaxText key that maxghost does not have"),
     ("ici_diloco_parallelism=2", "is a MaxText key that maxghost does not have"),
   ],

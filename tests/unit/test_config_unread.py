@@ -18,7 +18,7 @@ TINY = (
 DRAWS = ("lora_dropout",)  # the step then makes a random key, which nothing reads
 OTHERS = {
   "base_moe_mlp_dim": 40, "lora_module_path": "mlp", "reward_functions": "length", "mu_dtype": "bfloat16",
-  "grpo_epsilon": "0.1,0.1", "reward_weights": "1.0", "num_communication_overlapping_steps": 1,
+  "grpo_epsilon": "0.1,0.1", "reward_weights": "1.0", "num_communication_overlapping_steps": 1, "distill_top_k": 4,
 }  # fmt: skip
 NEEDS = {  # what a value of the other key needs
   "llama3.1": ("rope_factor=4",), "yarn": ("rope_factor=4",), "dpo": ("dpo_algo=simpo",),
@@ -85,3 +85,8 @@ def test_marks_name_valid_values_and_other_ones_are_without_a_note(name):
   for value in read - set(plugins.OF_VALIDATION) - REFUSED.get(name, set()):
     notes = config.load_with_origins(f"{other}={value}", *NEEDS.get(value, ()), f"{name}={other_value(name)}").notes
     assert not any("is not read" in note for note in notes)
+
+
+def test_a_key_of_another_objective_is_noted():
+  (note,) = config.load_with_origins("distill_top_k=4").notes
+  assert note == "distill_top_k=4 (command line) is not read with objective=next_token"

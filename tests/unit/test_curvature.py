@@ -212,7 +212,6 @@ REFUSED = {
   "ghost_curvature=secant ghost_schedule=concat": "ghost_curvature=secant does not go with ghost_schedule=concat.*none",
   "ghost_curvature=secant ghost_direction=second_order": "second_order means ghost_curvature=hessian",
   "ghost_curvature=hessian ghost_schedule=reverse_scan": "hessian does not go with ghost_schedule=reverse_scan.*none",
-  "ghost_curvature=hessian gradient_accumulation_steps=2": "hessian forms the whole step first",
   "ghost_curvature=hessian ghost_val_every=2": "ghost_curvature=hessian needs this step's curvature",
   "ghost_curvature=hessian ghost_select=topk": "chooses before the step is known; use ghost_curvature=secant or none",
 }  # fmt: skip

@@ -4,6 +4,8 @@ B rows, T positions, V vocabulary, k entries of the teacher.
 """
 
 import json
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +64,33 @@ def test_divergences_are_sums_over_the_vocabulary():
     for way in ("forward", "reverse"):
       np.testing.assert_allclose(value[way, 23], value[way, 0], rtol=1e-5)
       assert (value[way, 4] < value[way, 0]).all() and (value[way, 4] >= 0).all()
+
+
+def test_the_rest_counts_for_a_student_that_is_sure_of_the_entries():
+  """It gives the other 6 entries 1e-10, which float32 cannot tell from 0 as a difference from 1; the teacher 0.1."""
+  p = np.array([0.5, 0.3, 0.1, *[0.1 / 6] * 6], np.float32)
+  student = np.log(np.array([0.6, 0.3, 0.1, *[1e-10 / 6] * 6], np.float32))
+  loss = Distillation(top_k=3)
+  batch = known(loss, np.log(p)[None, None])
+  value, slope = jax.value_and_grad(lambda x: loss.divergence(x, batch).sum())(student[None, None])
+  np.testing.assert_allclose(value, kl(np.log(p), student, 1.0, 3), rtol=1e-5)
+  np.testing.assert_allclose(slope[0, 0], np.exp(student) - p, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_the_z_loss_is_whole_whatever_the_share_of_the_teacher(alpha):
+  rng = np.random.default_rng(4)
+  teacher, student = (rng.normal(size=(2, 5, 23)) for _ in range(2))
+  model = types.SimpleNamespace(logits=lambda _: jnp.asarray(student))
+  ones = np.ones((2, 5), np.int32)
+  batch = known(Distillation(), teacher) | {"targets": 3 * ones, "targets_segmentation": ones}
+  hidden: Any = types.SimpleNamespace(peaks_BLH=None, routing=None)
+  (plain, _, before), (losses, _, after) = (
+    Distillation(alpha=alpha, z_loss_multiplier=z).measured_head(model, hidden, batch) for z in (0.0, 0.5)
+  )
+  expected = 0.5 * np.log(np.exp(student).sum(-1)) ** 2
+  np.testing.assert_allclose(losses - plain, expected, rtol=1e-5)
+  assert before == after
 
 
 @pytest.mark.parametrize("k", [0, 3, 23])

@@ -281,14 +281,14 @@ def test_the_margin_compares_without_a_reference():
 
 def test_micro_batches_hold_whole_pairs():
   """Of unequal numbers; the step, its scores and its metrics are those of the whole batch."""
-  changes = SIZES | KEYS | {"dtype": "float64", "weight_dtype": "float64", "ghost_direction": "sgd"}
+  changes = SIZES | KEYS | {"dtype": "float64", "weight_dtype": "float64", "gradient_clipping_threshold": 0.0}
   whole, parts = (
     Run(**(changes | {"per_device_batch_size": 8 // count}), gradient_accumulation_steps=count, batch=TRAIN)
     for count in (1, 2)
   )
   expected, out = (run.step(TRAIN, (VALIDATION,)) for run in (whole, parts))
   for name in ("loss", "grad_norm", "contribution_BSK", "share_BS", "rewards/margins", "logps/rejected", "loss_BS"):
-    assert oracles.relative_error(out[name], expected[name]) < 1e-12, name
+    assert oracles.relative_error(out[name], expected[name]) < 1e-11, name
   assert np.abs(out["contribution_BSK"][[1, 2, 4]]).max() > 0
   before, after = (run.snapshot().params for run in (whole, parts))
   assert all(oracles.relative_error(after[label], before[label]) < 1e-12 for label in before)

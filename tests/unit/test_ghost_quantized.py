@@ -118,12 +118,6 @@ def test_a_mesh_trains_and_scores_as_one_device(quantization, mesh):
 def test_micro_batches_pass_the_self_check(quantization):
   """Each has weights of its own, and so other scales of its cotangents than the whole batch."""
   batch = {name: value.repeat(2, 0) for name, value in meshes.BATCHES[0].items()}
-  changes = {
-    "quantization": quantization,
-    "ghost_direction": "sgd",
-    "opt_type": "sgd",
-    "gradient_accumulation_steps": 2,
-  }
-  out = meshes.run({}, batches=[batch], **changes).outs[0]
+  out = meshes.run({}, batches=[batch], quantization=quantization, gradient_accumulation_steps=2).outs[0]
   assert np.abs(out["contribution_BSK"]).max() > 0
   assert np.abs(out["check_rel_err"]).max() < 1e-6

@@ -9,7 +9,13 @@ import oracles
 import pytest
 import routed
 import tiny
+from flax import nnx
 from train_steps import VALIDATION, Run
+
+from maxghost import objectives
+from maxghost.ghost.schedules import Model, passes
+from maxghost.training import memory
+from maxghost.training.state import trainable
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
 ROWS = ((4, 5, 3), (13,), (2,), (1, 7, 2, 2), (8, 3), (3, 9), (12,), (5, 5), (6,))
@@ -95,9 +101,51 @@ def test_forward_mode_scores_each_micro_batch_by_itself(case, batch):
   assert oracles.relative_error(by_row, expected_by_row) < 1e-9
 
 
-def test_adams_direction_of_each_micro_batch_leaves_a_residual_and_the_columns_add_up():
-  """P_t is formed from a micro-batch's own gradient; what the step's own P_t would say stands in the residual."""
-  steps = TwoSteps(3)
+@pytest.mark.parametrize("changes", [{"dropout_rate": 0.5}, {"lora_rank": 2, "lora_dropout": 0.5}])
+def test_micro_batches_draw_masks_of_their_own(changes):
+  """Equal rows in different micro-batches have different losses, as in one batch."""
+  cfg = tiny.make_config(**changes)
+  model, key = tiny.make_model(cfg), jax.random.key(0)
+  for _, part in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+    part[...] = jax.random.normal(key, part.shape)
+  equal = {name: values[[3, 3]] for name, values in UNEVEN.items()}
+  with tiny.cheap_compilation():
+    passed = passes.accumulated(
+      Model(*nnx.split(model, trainable(cfg, model), ...)), objectives.create(cfg).training(key), equal, 2
+    )
+  first, second = np.asarray(passed.losses)
+  assert (first != second)[equal["targets_segmentation"][0] != 0].all()
+
+
+WHOLE = {
+  "path": {"mtp_num_layers": 0}, "adam": {"ghost_direction": "adam", "logits_via_embedding": True},
+  "muon": {"opt_type": "muon"}, "secant": {"ghost_curvature": "secant", "ghost_val_refresh_steps": 0},
+  "hessian": {"ghost_curvature": "hessian"}, "experts": routed.MIXTRAL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_direction_that_needs_the_gradient_is_that_of_the_whole_batch(case):
+  """Scores, account and update are those of schedule forward_mode without micro-batches; P_t has this step's factor."""
+  steps, expected = TwoSteps(3, **WHOLE[case]), TwoSteps(1, ghost_schedule="forward_mode", **WHOLE[case])
+  for i, (out, truth) in enumerate(zip(steps.out, expected.out, strict=True)):
+    for name in ("score_dot_BSK", "contribution_BSK", "predicted_examples", "momentum", "grad_norm", "clip_factor"):
+      assert oracles.relative_error(out[name], truth[name]) < 1e-9, name
+    assert out["clip_factor"] < 1
+    for label, value in expected.around[i + 1].params.items():
+      assert oracles.relative_error(steps.around[i + 1].params[label], value) < 1e-9, label
+    size = np.abs(out["contribution_BSK"]).sum()
+    by_layer = sum(x.sum(0) for x in out["param_contribution"].values())
+    np.testing.assert_allclose(by_layer, out["contribution_BSK"], atol=1e-12 * size)
+    np.testing.assert_allclose(out["contribution_BSK"].sum(), out["predicted_examples"][0], atol=1e-12 * size)
+    if case != "muon":  # whose path is an integral by two nodes
+      assert abs(out["direction_residual"][0]) < 1e-9 * size
+    assert out["check_rel_err"][0] < 1e-10
+
+
+def test_the_columns_of_micro_batches_add_up_with_factors_too():
+  """Factors of the whole batch's directions: what they leave out stands in the residual."""
+  steps, exact = (TwoSteps(3, **keys) for keys in ({"ghost_rank": 3}, {}))
   with jax.enable_x64(True), tiny.cheap_compilation():
     gradients = oracles.ExampleGradients(tiny.make_model(tiny.make_config(**FLOAT64)))
     for i, out in enumerate(steps.out):
@@ -108,6 +156,19 @@ def test_adams_direction_of_each_micro_batch_leaves_a_residual_and_the_columns_a
       size = sum(map(abs, columns))
       predicted = -sum(float((G[label] * v).sum()) for label, v in change.items())
       assert sum(columns) == pytest.approx(predicted, abs=1e-7 * size)
-      np.testing.assert_allclose(out["contribution_BSK"].sum(), out["predicted_examples"][0], atol=1e-12 * size)
       assert abs(out["direction_residual"][0]) > 1e-3 * size
       assert out["check_rel_err"][0] < 1e-10
+      assert all(captured.min() > 0.1 and captured.max() <= 1 for captured in out["captured"].values())
+      scores, expected = (x["contribution_BSK"].ravel() for x in (out, exact.out[i]))
+      assert np.corrcoef(scores, expected)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(
+  ("changes", "there"),
+  [({}, True), ({"ghost_direction": "sgd"}, False), ({"gradient_accumulation_steps": 1}, False)],
+  ids=str,
+)
+def test_the_estimate_of_memory_counts_directions_that_are_known_before_the_pass(changes, there):
+  cfg = tiny.make_config(**({"gradient_accumulation_steps": 2} | changes))
+  names = [tensor.why for row in memory.estimate(cfg).rows for tensor in row.tensors]
+  assert ("directions of the whole gradient" in names) == there

@@ -20,7 +20,7 @@ from train_steps import REFERENCE_SEED, VALIDATION, Run
 from maxghost import attribution, config, generate, scorelog, train
 from maxghost.attribution import what_if
 from maxghost.config import ConfigError
-from maxghost.data import rewards
+from maxghost.data import rewards, tokenizer_files
 from maxghost.objectives.grpo import PolicyLoss
 from maxghost.serving.generator import Progress
 from maxghost.training.rollouts import Rollouts
@@ -193,6 +193,15 @@ def test_advantages():
   np.testing.assert_allclose(rewards.combined(by_name, (2.0, 1.0)), [2.5, 2.0])
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_an_answer_that_no_function_judges_counts_in_no_mean(scale):
+  judged = rewards.combined({"a": np.array([1.0, np.nan, 0, np.nan, np.nan, np.nan]), "b": np.full(6, np.nan)})
+  np.testing.assert_array_equal(judged, [1, np.nan, 0, np.nan, np.nan, np.nan])
+  found = rewards.advantages(judged, 3, scale)
+  np.testing.assert_array_equal(found[[1, 3, 4, 5]], 0)
+  np.testing.assert_array_equal(found[[0, 2]], rewards.advantages(judged[[0, 2]], 2, scale))
+
+
 def test_built_in_rewards():
   gold = {"completion": ["46", "1,046", "-3.5", "7"]}
   assert rewards.arithmetic(["it is 46.", "1046", "3.5", "none"], **gold) == [1, 1, 0, 0]
@@ -202,7 +211,7 @@ def test_built_in_rewards():
   assert judged["given"].tolist() == [1, 0]
   popping = {name: lambda year, **_: [year.pop()] for name in ("one", "two")}
   assert [float(x[0]) for x in rewards.judge(popping, ["a"], ["b"], {"year": [7]}).values()] == [7, 7]
-  for value in (10**400, -1e300, float("inf"), "1"):  # such as the distance of a long answer from the gold answer
+  for value in (10**400, -1e300, float("inf"), "1", np.complex64(1)):  # the first: a distance of long answers
     with pytest.raises(rewards.RolloutError, match="no finite number and not None; prompt 'a', answer 'b'"):
       rewards.judge({"given": lambda value=value, **_: [value]}, ["a"], ["b"], {})
 
@@ -218,6 +227,7 @@ def write(folder, name="add.jsonl"):
     "def ones(completions, **_):\n  return [float(a.count('1')) + len(a) / 8 for a in completions]\n"
     "def shorter(completions, **_):\n  return [-float(len(a)) for a in completions]\n"
     "def unequal(completions, **_):\n  return [float(sum(a.encode()) % 7) for a in completions]\n"
+    "def unsure(completions, **_):\n  return [i if i % 2 else None for i, _ in enumerate(completions)]\n"
     "def sparse(completions, **_):\n  return [float(i == 0) for i, _ in enumerate(completions)]\n"
     "def alike(completions, **_):\n  return [0.1] * len(completions)\n"
     "def broken(completions, **_):\n  return [1 / 0]\n"
@@ -304,6 +314,10 @@ def test_what_is_left_out_counts_in_the_divisor_as_in_trl(kind, divisor):
   weights_BT = batch["targets_weights"]
   loss = (weights_BT * batch["loss_scales"][:, None]).sum() / weights_BT.sum()
   assert loss == pytest.approx((2 if kind == "grpo" else counts[ended].sum()) / divisor)
+  # Where no answer teaches anything, the gradient is 0: Muon enlarges any other.
+  for advantages, used in (((0, 0, 0), (0, 0, 0)), ((0, 1, -1), (rewards.UNTAUGHT, 1, -1))):
+    batch = rollouts._batch(drawn, [[5, 6]] * 3, found, np.array(advantages), np.zeros(3, int), np.arange(3)).arrays
+    np.testing.assert_array_equal(batch["advantages"], np.float32(used))
 
 
 def test_answers_without_an_end_can_be_left_out(tmp_path):
@@ -316,6 +330,25 @@ def test_answers_without_an_end_can_be_left_out(tmp_path):
     assert found["learning/total_weights"] == sum(answer["tokens"] for answer in answers if answer["ended"])
     assert found["rollout/clipped_ratio"] == np.mean([not answer["ended"] for answer in answers])
     assert found["rollout/frac_reward_zero_std"] == 1 and {answer["advantage"] for answer in answers} == {0}
+
+
+def test_end_tokens_of_the_model_end_answers_and_no_judge_means_no_reward(tmp_path):
+  """Here every token that generation_config.json names, which is all bytes."""
+  folder = write(tmp_path)
+  (folder / "words").mkdir()
+  tokenizer_files.write_bytes(folder / "words", add_bos=True)
+  (folder / "words/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(256), 257]}))
+  keys = {"tokenizer_type": "huggingface", "tokenizer_path": folder / "words", "steps": 1}
+  assert start(folder, reward_functions=f"[{folder / 'own.py'}:unsure]", **keys) == 0
+  answers = [answer for prompt in read(folder)[0]["prompts"] for answer in prompt["answers"]]
+  assert {answer["text"] for answer in answers if answer["ended"]} == {""}
+  assert [answer["tokens"] == 1 for answer in answers] == [answer["ended"] for answer in answers]
+  assert sum(answer["ended"] for answer in answers) > 5
+  assert [answer["reward"] for answer in answers] == [None, 1, None, 3, None, 5, None, 7]
+  found = metrics_of(folder)[0]
+  assert found["rollout/reward"] == 4 and found["rollout/reward_std"] == pytest.approx(np.std([1, 3, 5, 7], ddof=1))
+  asked = what_if.ask(attribution.load(folder / "runs/base"), "scale_rewards=none")
+  np.testing.assert_array_equal(asked.advantage_2N[1], [0, -1, 0, 1] * 2)
 
 
 def test_the_command_generates_from_its_run_with_a_narrow_cache(finished, capsys):
@@ -429,6 +462,8 @@ def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, c
     ({"dropout_rate": 0.1}, "would change the log-probabilities of answers; use dropout_rate=0.0"),
     ({"lora_rank": 4, "lora_dropout": 0.1}, "use lora_dropout=0.0"),
     ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
+    ({"grpo_epsilon": (0.0, 0.2)}, r"grpo_epsilon=\[0\.0, 0\.2\]"),
+    ({"adam_eps": 1e-14}, "a tiny gradient, which adam_eps=1e-14 enlarges; use 1e-10 or more"),
     ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),
     ({"ghost_reweight": (3.0, 0.7), "num_iterations": 2}, "draws for every step"),
     ({"document_fields": ("id", "answers")}, "document_fields=answers: .* give the field another: own_name=answers"),

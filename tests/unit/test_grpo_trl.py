@@ -37,8 +37,8 @@ def trainer_of(libraries, tmp_path, judge, **keys):
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
   data = pytest.importorskip("datasets").Dataset.from_list([{"prompt": "3 4"}, {"prompt": "5 6"}])
   args = libraries.trl.GRPOConfig(
-    output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=4, num_generations=2,
-    max_completion_length=MOST, gradient_checkpointing=False, steps_per_generation=1, **keys,
+    output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, per_device_train_batch_size=4,
+    max_completion_length=MOST, gradient_checkpointing=False, steps_per_generation=1, **{"num_generations": 2} | keys,
   )  # fmt: skip
   return libraries.trl.GRPOTrainer(model, judge, args=args, train_dataset=data, processing_class=tokenizer)
 
@@ -118,15 +118,16 @@ def test_loss_and_gradients_are_those_of_trl(libraries, tmp_path, kind, beta, te
     assert oracles.relative_error(tiny.by_label(grads)[label], wanted) < 1e-5, label
 
 
+@pytest.mark.parametrize("unsure", [False, True])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_are_those_of_trl(libraries, tmp_path, scale):
+def test_advantages_are_those_of_trl(libraries, tmp_path, scale, unsure):
   rng, given = np.random.default_rng(2), []
 
   def judge(completions, **_):
-    given.append(rng.normal(size=len(completions)))
-    return given[-1].tolist()
+    given.append([1.5, None, -0.25, 0.5, None, None, None, 2.0] if unsure else rng.normal(size=8).tolist())
+    return given[-1]
 
-  trainer = trainer_of(libraries, tmp_path, judge, scale_rewards=scale)
-  found = trainer._generate_and_score_completions([{"prompt": text} for text in ("3 4", "3 4", "5 6", "5 6")])
-  ours = rewards.advantages(np.float32(given[-1]), 2, scale)
+  trainer = trainer_of(libraries, tmp_path, judge, scale_rewards=scale, num_generations=4)
+  found = trainer._generate_and_score_completions([{"prompt": text} for text in ("3 4",) * 4 + ("5 6",) * 4])
+  ours = rewards.advantages(np.array(given[-1], np.float32), 4, scale)
   np.testing.assert_allclose(found["advantages"].numpy(), ours, rtol=1e-5)

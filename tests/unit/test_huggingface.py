@@ -17,6 +17,7 @@ from flax import nnx
 
 from maxghost import config, load_model
 from maxghost.config import ConfigError
+from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import hf_checkpoint, huggingface_config, model_path, safetensors_files
 from maxghost.interop.huggingface import open_tree
 
@@ -318,10 +319,11 @@ def test_an_export_takes_no_configuration_of_another_model(llama, tmp_path):
 
 
 @pytest.mark.parametrize("ids", ["end", [1, "x"], 1 << 40, 1.5, True, {"a": 1}])
-def test_end_tokens_that_are_no_ids_are_refused(ids, llama):
-  (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+def test_end_tokens_that_are_no_ids_are_refused(ids, tmp_path):
+  make_tokenizer(tmp_path, 3, begins=True)
+  (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
   with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id=.* is no token id"):
-    model_path.find(llama).stop_ids()
+    _ = load_tokenizer("huggingface", str(tmp_path)).stop_ids
 
 
 def test_yarn_with_another_attention_factor_is_refused():
@@ -444,8 +446,9 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
   cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
   assert (cfg.data.tokenizer_type, cfg.data.add_bos) == ("huggingface", True)
   shutil.move(tmp_path / "in", tmp_path / "moved")
-  place, found = load_model.find(tmp_path / "moved")
-  assert Path(found.data.tokenizer_path) == tmp_path / "moved" / "tokenizer" and place.stop_ids() == {257, 259}
+  _, found = load_model.find(tmp_path / "moved")
+  assert Path(found.data.tokenizer_path) == tmp_path / "moved" / "tokenizer"
+  assert load_tokenizer("huggingface", found.data.tokenizer_path).stop_ids == {257, 259}
   hf_checkpoint.export_model(tmp_path / "moved", tmp_path / "out", say=silent)
   assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
   content = json.loads((tmp_path / "out" / "config.json").read_text())

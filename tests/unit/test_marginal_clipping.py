@@ -21,8 +21,9 @@ from maxghost import config, optimizers
 VALS = (VALIDATION, tiny.make_batch(tiny.VALIDATION, seed=201))
 
 
-def direction(run: Run, before, g: dict, G: dict) -> dict:
-  """u = D'(c g)ᵀ G of AdamW's, Muon's or SGD's second step, by JAX's derivative of the step written out, in float64."""
+def direction(run: Run, before, g: dict, G: dict, factor: float) -> dict:
+  """u = D'(c g)ᵀ G of AdamW's, Muon's or SGD's second step, by JAX's derivative of the step written out, in float64.
+  factor: c."""
   cfg, t = run.cfg.optimizer, 2
 
   def adamw(g, m, v):
@@ -39,7 +40,7 @@ def direction(run: Run, before, g: dict, G: dict) -> dict:
         step = functools.partial(muon.step_of, label, m=jnp.asarray(m), **constants)
       else:
         step = functools.partial(adamw, m=m, v=before.second[label])
-      u[label] = jax.vjp(step, before.clip_factor * g[label])[1](G[label])[0]
+      u[label] = jax.vjp(step, factor * g[label])[1](G[label])[0]
     return u
 
   if cfg.opt_type == "sgd":
@@ -78,7 +79,8 @@ class Truth:
     for val in vals:
       stale = run.cfg.ghost.ghost_val_every > 1
       _, G = gradients((start if stale else before).params, val)
-      u = direction(run, before, whole, {label: G[label] for label in kept})
+      known = run.cfg.optimizer.gradient_accumulation_steps > 1  # the whole gradient, before there are scores
+      u = direction(run, before, whole, {label: G[label] for label in kept}, self.c if known else before.clip_factor)
       self.dots.append(oracles.dots(kept, u, stacked=layers))
 
   @staticmethod
@@ -226,19 +228,16 @@ def test_other_schedules_and_selection(changes, gradients):  # noqa: F811
   truth.assert_slots(1e-12)
 
 
-def test_micro_batches_use_their_own_gradient_and_shares_add_up(gradients):  # noqa: F811
-  """SGD, a row in each micro-batch: <g_m, g_i> in place of <g, g_i>, scaled so that w_i add up to 1."""
-  run = Run(ghost_direction="marginal", gradient_accumulation_steps=tiny.ROWS, **SGD)
+@pytest.mark.parametrize("changes", [SGD, {**WIDE, "remat_policy": "full"}], ids=["sgd", "adamw"])
+def test_micro_batches_count_the_gradient_of_all(changes, gradients):  # noqa: F811
+  """A row in each micro-batch; by layer, too. AdamW's response is at this step's clipped gradient, which is known."""
+  run = Run(ghost_direction="marginal", gradient_accumulation_steps=tiny.ROWS, ghost_detail="layer", **changes)
   truth = Truth(run, gradients)
-  own_N = np.zeros(len(truth.places))
-  rows = np.array([row for row, _ in truth.places])
-  flat = np.concatenate([x.reshape(len(rows), -1) for x in truth.parts.values()], 1)
-  for row in np.unique(rows):
-    part = (TRAIN[1]["targets_segmentation"][row] != 0).sum() / truth.tokens  # of the batch's tokens
-    own_N[rows == row] = flat[rows == row] @ flat[rows == row].sum(0) / part
-  truth.w_N = own_N / own_N.sum()
-  truth.c_N = np.minimum(1, truth.threshold / (truth.norm * np.abs(1 - truth.w_N)))
+  assert truth.c < 0.7
   truth.assert_slots(1e-12)
+  for label, found in truth.out["param_contribution"].items():
+    expected = truth.expected(0, label).reshape(found.shape[0], -1)
+    assert np.abs(truth.at_documents(found[..., 0]) - expected).max() < 1e-12 * truth.size(0), label
 
 
 def test_low_rank_shares_are_near_the_exact_ones_and_parts_add_up():

@@ -262,6 +262,8 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
     (["jax_distributed=on"], "no other processes are known"),
     (["jax_distributed=a:1"], "is not auto, on, off or HOST:PORT,K/N"),
     (["jax_distributed=here,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
+    (["jax_distributed=a:0,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
+    (["jax_distributed=a:65536,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
     (["jax_distributed=a:1,2/2"], "the numbers are 0 to 1"),
   ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(name, one_device):
     {"ghost_direction": "second_order"},
     {"ghost_direction": "marginal", "ghost_detail": "layer"},
     {"ghost_curvature": "secant", "ghost_rank": 5},
-    {"gradient_accumulation_steps": 2, "ghost_direction": "sgd"},
+    {"gradient_accumulation_steps": 2},
     {"shard_optimizer_over_data": True},
     {"logits_via_embedding": True, "num_vocab_tiling": 2},
   ],

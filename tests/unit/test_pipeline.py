@@ -115,7 +115,7 @@ def test_the_way_through_the_stages_is_told():
     {"ghost_schedule": "reverse_scan", "ghost_curvature": "secant", "ghost_rank": 4},
     {"ghost_schedule": "reverse_scan", "opt_type": "muon", "logits_via_embedding": True},
     {"ghost_direction": "marginal", "gradient_clipping_threshold": 0.1},
-    {"gradient_accumulation_steps": 2, **SGD},
+    {"gradient_accumulation_steps": 2},
     {"ghost_schedule": "reverse_scan", **SGD},
     {"ghost_schedule": "concat", **SGD},
     {"inhomogeneous_layer_cycle_interval": 2, **SGD},

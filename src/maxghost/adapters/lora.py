@@ -22,7 +22,7 @@ class Lora(nnx.Module):
 
   def __init__(self, cfg: AdapterConfig, kernel: nnx.Param, in_axes: int, out_axes: int, layer: Any, key):
     self.a, self.b = params(cfg, key, kernel, in_axes, out_axes)
-    self.scale, self.in_axes, self.out_axes = scale(cfg), in_axes, out_axes
+    self.scale, self.in_axes, self.out_axes = cfg.lora_alpha / cfg.lora_rank, in_axes, out_axes
     self.dtype, self.precision = layer.dtype, layer.precision
 
   def __call__(self, x):
@@ -53,10 +53,6 @@ def params(cfg: AdapterConfig, key, kernel: nnx.Param, in_axes: int, out_axes: i
     a.set_metadata(axes=(*axes[:depth], axes[depth], None))
     b.set_metadata(axes=(*axes[:depth], None, *axes[depth + in_axes :]))
   return a, b
-
-
-def scale(cfg: AdapterConfig) -> float:
-  return cfg.lora_alpha / cfg.lora_rank
 
 
 ATTRIBUTES = ("lora", "lora_dropout", "lora_order")  # of a layer with an adapter; the last is of `einsum_order`

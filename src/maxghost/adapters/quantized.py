@@ -219,13 +219,12 @@ class QuantizedMoe(RoutedMoe):
 def quantize_layer(layer: Any, name: str, label: str, qtype: str) -> None:
   """Puts the parts in place of a dense layer's kernel, or of the experts' matrix `name`. Raises ConfigError for another
   layer, experts without sparse_matmul, or odd inputs."""
-  plain, has_adapter, kind = nnx.LinearGeneral, hasattr(layer, "lora"), QuantizedMoe
+  made = adapted if hasattr(layer, "lora") else lambda kind: kind
   if name and not layer.sparse:
     raise ConfigError(f"lora_weight_qtype={qtype} of {label} goes with sparse_matmul=true, not false")
-  if not name:
-    if type(layer) is not (adapted(plain) if has_adapter else plain):
-      raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
-    kind = adapted(QuantizedLinearGeneral) if has_adapter else QuantizedLinearGeneral
+  if not name and type(layer) is not made(nnx.LinearGeneral):
+    raise ConfigError(f"lora_weight_qtype={qtype} holds nnx.LinearGeneral layers, not {label}")
+  kind = QuantizedMoe if name else made(QuantizedLinearGeneral)
   _replace(layer, name or "kernel", f"lora_weight_qtype={qtype}: {label}", qtype, kind)
 
 

@@ -93,12 +93,11 @@ def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
   if not cfg.samples:
     raise ConfigError(f"--what-if is for runs with objective=grpo, not {cfg.optimizer.objective}")
   balance = cfg.model.load_balance_loss_weight if cfg.model.num_experts > 1 else 0
-  fixed = {"grpo_beta=0.0": cfg.rollout.grpo_beta, "load_balance_loss_weight=0.0": balance}
-  fixed["gradient_clipping_threshold=0.0"] = cfg.counts_clipping and cfg.optimizer.gradient_clipping_threshold
-  for without, value in fixed.items():
+  fixed = {"grpo_beta": cfg.rollout.grpo_beta, "load_balance_loss_weight": balance}
+  fixed["gradient_clipping_threshold"] = cfg.counts_clipping and cfg.optimizer.gradient_clipping_threshold
+  for key, value in fixed.items():
     if value:
-      key = without.partition("=")[0]
-      raise ConfigError(f"--what-if: {key}={value} adds what does not scale with the advantage; train with {without}")
+      raise ConfigError(f"--what-if: {key}={value} adds what does not scale with the advantage; train with {key}=0.0")
   scales = config.fields()["scale_rewards"].metadata["choices"]
   given = {name: value for name, _, value in (part.partition("=") for part in asked.split(","))}
   if given.keys() - {"reward", "scale_rewards"}:
@@ -125,7 +124,7 @@ def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) ->
   """(step, prompt, answer, rewards, advantages and contributions then and now) of the scored answers of a sampling."""
   prompts, size = record["prompts"], len(record["prompts"][0]["answers"])
   pairs = [(prompt, number, answer) for prompt in prompts for number, answer in enumerate(prompt["answers"])]
-  now_N = then_N = np.array([answer["reward"] for *_, answer in pairs])
+  now_N = then_N = np.array([answer["reward"] for *_, answer in pairs], np.float64)  # NaN for null
   if function is not None:
     names = [name for name in prompts[0] if name not in ("document", "epoch", "prompt", "answers")]
     columns = {name: [prompt[name] for prompt, *_ in pairs] for name in names}

@@ -214,13 +214,16 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
       else:
         notes.append(said)
     for target, changed in renamed.OTHER[key].fold(value, flat).items():
-      if level_of.get(target, level) > level:
+      if level_of.get(target, level) > level and key != "lora_use_rslora":  # which is a factor of the later value
         notes.append(f"{key} ({origin}) is overridden by {target}={values.shown(flat[target])} ({origins[target]})")
         continue
+      if target == "objective" and level_of.get(target) == level and changed != flat[target]:
+        problems.append(f"{key} ({origin}) is {target}={changed}, not {target}={flat[target]} beside it; leave one out")
+        broken.add(target)
       if wrong := values.limit_problems(known[target], changed):
         problems.append(f"{key} ({origin}) is {target}={values.shown(changed)}{wrong[0]}")
         broken.add(target)
-      flat[target], origins[target] = changed, origin
+      flat[target], origins[target], level_of[target] = changed, origin, level
   problems.extend(cross_problems({key: value for key, value in flat.items() if key not in broken}))
   if problems:
     raise values.ConfigError(*renamed.shortened(problems))

@@ -78,7 +78,7 @@ class ModelConfig:
   normalization_layer_epsilon: float = key(1e-5, minimum=0.0)
   trainable_position_size: int = key(-1, minimum=-1)
   rope_type: str = key("default", choices=("default", "llama3.1", "yarn", "none"))
-  rope_max_timescale: float = key(10000.0, minimum=1.0, unread="rope_type=none")
+  rope_max_timescale: float = key(10000.0, minimum=2.0, unread="rope_type=none")
   rope_factor: float = key(1.0, minimum=1.0, unread="rope_type=default|none")
   original_max_position_embeddings: int = key(8192, minimum=1, unread="rope_type=default|none")
   rope_low_freq_factor: float = key(1.0, minimum=1e-6, unread="rope_type=default|yarn|none")
@@ -231,7 +231,7 @@ class OptimizerConfig:
   distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0, unread=_NO_TEACHER)
   distill_temperature: float = key(1.0, minimum=1e-3, unread=_NO_TEACHER)
   distill_kl: str = key("forward", choices=("forward", "reverse"), unread=_NO_TEACHER)
-  distill_top_k: int = key(0, minimum=0)
+  distill_top_k: int = key(0, minimum=0, unread=_NO_TEACHER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +246,7 @@ class RolloutConfig:
   reward_weights: tuple[float, ...] = key((), unread=_NO_SAMPLES)
   scale_rewards: str = key("group", choices=("group", "batch", "none"), unread=_NO_SAMPLES)
   grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"), unread=_NO_SAMPLES)
-  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=0.0, unread=_NO_SAMPLES)
+  grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=1e-4, unread=_NO_SAMPLES)
   grpo_beta: float = key(0.0, minimum=0.0, unread=_NO_SAMPLES)
   grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"), unread=_NO_SAMPLES)
   mask_truncated_completions: bool = key(False, unread=_NO_SAMPLES)

@@ -115,8 +115,8 @@ def layer_cycle(v: Values) -> Iterator[str]:
   num_layers, cycle, types = v.base_num_decoder_layers, v.inhomogeneous_layer_cycle_interval, v.attention_type
   every = v["inhomogeneous_layer_cycle_interval"]
   if num_layers % cycle:
-    down = num_layers - num_layers % cycle
-    yield f"{v['base_num_decoder_layers']} is not a multiple of {every}; use {down or cycle} or {down + cycle} layers"
+    use = " or ".join(str(num_layers // cycle * cycle + more) for more in (0, cycle)).removeprefix("0 or ")
+    yield f"{v['base_num_decoder_layers']} is not a multiple of {every}; use {use} layers"
   if len(types) not in (1, cycle):
     yield f"{v['attention_type']} has {len(types)} entries; give one, or one for each of the {every} layers of a cycle"
   if "local_sliding" in types and v.sliding_window_size < 1:
@@ -233,7 +233,7 @@ def processes(v: Values) -> Iterator[str]:
   if v.jax_distributed in ("auto", "on", "off"):
     return
   found, given = DISTRIBUTED.fullmatch(v.jax_distributed), v["jax_distributed"]
-  if not found:
+  if not found or not 0 < int(found[1].rpartition(":")[2]) < 2**16:
     yield f"{given} is not auto, on, off or HOST:PORT,K/N (process K, from 0, of N), such as 10.0.0.1:1234,0/2"
   elif int(found[2]) >= int(found[3]):
     yield f"{given} calls this process {found[2]}, but of {found[3]} the numbers are 0 to {int(found[3]) - 1}"
@@ -360,8 +360,8 @@ def rollouts(v: Values) -> Iterator[str]:
     yield f"{v['decode_sampling_temperature']} does not go with {v['num_vocab_tiling']}; use 1.0, or num_vocab_tiling=1"
   if not v.sft_train_on_completion_only:
     yield f"{given} asks for where answers begin; use sft_train_on_completion_only=true"
-  if v.opt_type in ("adamw", "muon") and not v.adam_eps:
-    yield f"{given} gives answers that teach nothing a tiny gradient, which adam_eps=0.0 would make a whole step of"
+  if v.opt_type in ("adamw", "muon") and v.adam_eps < 1e-10:
+    yield f"{given} gives answers that teach nothing a tiny gradient, which {v['adam_eps']} enlarges; use 1e-10 or more"
   for key, only in (("packing", "none"), ("ghost_select", "none"), ("ghost_detail", "layer"), ("offline_data_dir", "")):
     if getattr(v, key) != only and (key != "ghost_detail" or v.ghost_detail == "token"):
       yield f"{v[key]} does not go with {given}, whose rows are single answers; use {key}={only or chr(39) * 2}"
@@ -422,7 +422,7 @@ def validation_sets(v: Values) -> Iterator[str]:
 def scoring(v: Values) -> Iterator[str]:
   """What the run's schedule lacks (`plugins.SCHEDULE_LACKS`), and scores that several steps share."""
   direction, curvature = plugins.directed(v.ghost_direction, v.ghost_curvature)
-  rule, loss, steps = plugins.OPTIMIZERS[v.opt_type], plugins.OBJECTIVES[v.objective], v.gradient_accumulation_steps
+  rule, loss = plugins.OPTIMIZERS[v.opt_type], plugins.OBJECTIVES[v.objective]
   plain = rule.direction == "sgd" and direction in ("auto", *plugins.OF_STEP)
   early = curvature == "hessian" or direction == "sgd" or plain
   if v.ghost_enabled and v.opt_type == "adamw" and v.adam_weight_decay * v.learning_rate >= 1:
@@ -434,8 +434,6 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{given}; use ghost_val_every=1, not {v.ghost_val_every}"
   if v.ghost_direction == "second_order" and v.ghost_curvature == "secant":
     yield f"{v['ghost_direction']} means ghost_curvature=hessian; use ghost_direction=auto for ghost_curvature=secant"
-  if curvature == "hessian" and steps > 1:
-    yield f"{v[key]} forms the whole step first; use gradient_accumulation_steps=1"
   if curvature == "hessian" and v.ghost_val_every > 1:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
   if curvature == "hessian" and v.quantization in ROUNDED:
@@ -449,7 +447,7 @@ def scoring(v: Values) -> Iterator[str]:
     "own_losses": (own_losses and v.ghost_schedule in loss.schedules, "ghost_val_sets", "sets without @objective"),
     "hessian": (curvature == "hessian", key, none), "secant": (curvature == "secant", key, none),
     "val_every": (v.ghost_val_every > 1, "ghost_val_every", "1"),
-    "accumulation": (steps > 1, "gradient_accumulation_steps", "1"),
+    "accumulation": (v.gradient_accumulation_steps > 1, "gradient_accumulation_steps", "1"),
     "mask": (bool(v.trainable_parameters_mask), "trainable_parameters_mask", "[]"),
     "adapters": (v.ghost_enabled and v.lora_rank > 0, "lora_rank", "0"),
     "selection": (v.ghost_select != "none", "ghost_select", "none"),

@@ -100,7 +100,8 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
     if len(given) != len(completions):
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):
-      if value is not None and not (isinstance(value, int | float | np.number | np.bool_) and abs(value) <= LARGEST):
+      is_real = isinstance(value, int | float | np.integer | np.floating | np.bool_)
+      if value is not None and not (is_real and abs(value) <= LARGEST):
         said = f"reward {name} is {value!r:.60}, no finite number and not None"
         raise RolloutError(f"{said}; {_shown(prompts, completions, i)}")
     found[name] = np.array([math.nan if value is None else float(value) for value in given])
@@ -108,17 +109,18 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
 
 
 def combined(by_name: dict[str, np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:
-  """[B]: the weighted sum over the functions, without those that do not judge an answer. weights: () for 1."""
-  return np.nansum(np.stack([*by_name.values()], 1) * (weights or 1.0), axis=1)
+  """[B]: the weighted sum of the functions that judge an answer, NaN where none does. weights: () for 1."""
+  return (np.ma.masked_invalid(np.stack([*by_name.values()], 1)) * (weights or 1.0)).sum(1).filled(np.nan)
 
 
 def advantages(reward_B: np.ndarray, num_generations: int, scale: str) -> np.ndarray:
-  """[B]: (r - mean of the group) / (s + 1e-4), s the deviation (of n - 1) that `scale` names; 0 for equal rewards."""
-  groups_PG = np.asarray(reward_B, np.float64).reshape(-1, num_generations)
-  above_PG = np.where(np.ptp(groups_PG, 1, keepdims=True) > 0, groups_PG - groups_PG.mean(1, keepdims=True), 0)
+  """[B]: (r - mean of the group) / (s + 1e-4), s the deviation (of n - 1) that `scale` names; 0 for equal rewards, and
+  for an answer without one (NaN), which counts in no mean and no deviation."""
+  groups_PG = np.ma.masked_invalid(np.asarray(reward_B, np.float64).reshape(-1, num_generations))
+  above_PG = groups_PG - groups_PG.mean(1, keepdims=True)
   if scale != "none":
     above_PG /= groups_PG.std(1 if scale == "group" else None, ddof=1, keepdims=True) + EPSILON
-  return above_PG.reshape(-1)
+  return np.where(groups_PG.ptp(1, keepdims=True).filled(0) > 0, above_PG.filled(0), 0).reshape(-1)
 
 
 def _said(error: BaseException) -> str:

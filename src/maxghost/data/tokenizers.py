@@ -46,6 +46,17 @@ class Tokenizer:
   def __reduce__(self):
     return type(self), (str(self.path),) if self.path else ()
 
+  @functools.cached_property
+  def stop_ids(self) -> frozenset[int]:
+    """Tokens that end a text: the end token, and those of a chat model's generation_config.json. Raises ConfigError."""
+    found = [] if self.eos_id is None else [self.eos_id]
+    if self.path and self.path.is_file():
+      ids = read_settings(file := self.path.parent / "generation_config.json").get("eos_token_id")
+      found += [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+      if wrong := [number for number in found if type(number) is not int or abs(number) >= 2**31]:
+        raise ConfigError(f"{file}: eos_token_id={wrong[0]!r:.60} is no token id")
+    return frozenset(found)
+
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """Ids of each text, an integer array [n]. Raises UnicodeDecodeError for a tokenizer of UTF-8 text."""
     raise NotImplementedError

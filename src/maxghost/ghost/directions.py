@@ -41,8 +41,8 @@ def part_name(name: str, part: str) -> str:
 class DirectionSpec:
   """Static description of a twin's directions: u = P_tᵀ G, with P_t the response of `rule` to this step's gradient.
 
-  P_t is formed inside the backward pass of each op, without the learning rate and the outer clipping factor. For `Sgd`
-  P_t = 1, so u = G is known before.
+  P_t is formed inside the backward pass of each op, without the learning rate and the outer clipping factor; with
+  `early` before that pass, from the gradient of an earlier one. For `Sgd` P_t = 1, so u = G is known before.
   rank > 0: matrices large enough to gain are scored along rank-r factors of u (`low_rank`), the others exactly.
   must_gain: whether a model without such a matrix is refused.
   own: whether gradients are scored along this step's weight gradient too, as one more set after the K.
@@ -52,6 +52,7 @@ class DirectionSpec:
   rank: int = 0
   must_gain: bool = True
   own: bool = False
+  early: bool = False
 
   def __post_init__(self):
     if self.rank < 0:
@@ -60,7 +61,7 @@ class DirectionSpec:
   @property
   def in_backward(self) -> bool:
     """Whether u needs the weight gradient, and so is formed in the backward pass."""
-    return self.own or not self.rule.identity
+    return not self.early and (self.own or not self.rule.identity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,7 @@ class ScoredParam:
   def part_shapes(self, num_sets: int) -> dict[str, tuple[int, ...]]:
     """Shape of each part of the direction."""
     stack, rule = self.stack_shape, self.spec.rule
+    num_sets += self.spec.own and self.spec.early
     gradient = {"gradient": (*stack, num_sets, *self.shape)}
     if self.spec.in_backward:
       kept = rule.state_shapes(jax.ShapeDtypeStruct(self.shape, jnp.float32))

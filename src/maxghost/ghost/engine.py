@@ -198,8 +198,7 @@ class GhostEngine:
       problem = schedules.Problem(
         schedule=self._schedule, model=schedules.Model(graphdef, params, rest), val_loss=loss_fn,
         loss=_counting(loss_fn, counted) if twin else loss_fn, batch=train_batch, val_batches=val_batches, twin=twin,
-        parameters=views, scored=scored, rule=rule, state=state, second_order=self.second_order,
-        update=lambda grads: (state, delta), settings=settings,
+        parameters=views, scored=scored, rule=rule, state=state, update=lambda grads: (state, delta), settings=settings,
       )  # fmt: skip
       out = schedules.score(problem)
       masks = [rows[:, None] if self.per_position else rows for rows in (counted, ~counted)]
@@ -237,11 +236,9 @@ class GhostEngine:
 
 
 def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = "none") -> DirectionSpec:
-  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own.
-
-  With curvature 'hessian' the whole step is known when directions are formed, so none is left to the backward pass.
-  """
-  return DirectionSpec(direction_rule(cfg.optimizer, "sgd" if curvature == "hessian" else direction), rank)
+  """The DirectionSpec of a `ghost_direction`, with the optimizer's constants; 'auto' is the optimizer's own."""
+  early = curvature == "hessian"  # which needs the whole step
+  return DirectionSpec(direction_rule(cfg.optimizer, "sgd" if early else direction), rank, early=early)
 
 
 def _known(name: str, value: str, choices: Sequence[str]) -> str:

@@ -108,7 +108,7 @@ def with_examples(columns: dict, more) -> dict:
   return columns | {"predicted_examples": examples, "direction_residual": residual}
 
 
-def used(scored_params, grads: dict, parts: dict, facts: dict):
+def used(scored_params, grads: dict, parts: dict, facts: dict) -> Any:
   """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0
   for param in scored_params:

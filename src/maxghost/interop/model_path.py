@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint.layouts_store import LayoutError, full_path, locate, read_json
+from maxghost.checkpoint.layouts_store import LayoutError, full_path, locate
 from maxghost.config import Config
 from maxghost.config.files import write_text
 from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import naming, nearest_beside
 from maxghost.data import tokenizer_files
-from maxghost.data.tokenizers import load_tokenizer
+from maxghost.data.tokenizers import load_tokenizer, read_settings
 from maxghost.interop import huggingface
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.safetensors_files import open_tensors
@@ -27,17 +27,6 @@ class ModelPlace:
   tree: Path  # the folder that `open_tree` reads
   config: Config | None
   config_file: Path | None
-
-  def stop_ids(self) -> set[int]:
-    """Tokens that end a text, by generation_config.json; chat models have several. Raises LayoutError."""
-    folder, found = self.config_file.parent if self.config_file else self.tree, set()
-    for file in (place / "generation_config.json" for place in (folder, folder / tokenizer_files.FOLDER)):
-      ids = read_json(file).get("eos_token_id") if file.is_file() else None
-      numbers = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
-      if wrong := [number for number in numbers if type(number) is not int or abs(number) >= 2**31]:
-        raise LayoutError(f"{file}: eos_token_id={wrong[0]!r:.60} is no token id")
-      found.update(numbers)
-    return found
 
 
 def find(path: str | Path, key: str = "") -> ModelPlace:
@@ -130,8 +119,7 @@ def _begins_with_bos(folder: Path, tokenizer) -> bool:
   """Whether the tokenizer itself puts its begin token before a text."""
   if tokenizer.bos_id is None:
     return False
-  file = folder / "tokenizer_config.json"
-  if (said := read_json(file).get("add_bos_token") if file.is_file() else None) is not None:
+  if (said := read_settings(folder / "tokenizer_config.json").get("add_bos_token")) is not None:
     return bool(said)
   if not (folder / "tokenizer.json").is_file():
     return True

@@ -38,12 +38,12 @@ class Distillation(LanguageModelLoss):
 
   @classmethod
   def of(cls, cfg: Config) -> Self:
-    keys, top_k = cfg.optimizer, cfg.optimizer.distill_top_k
-    found = {"alpha": keys.distill_alpha, "temperature": keys.distill_temperature, "kl": keys.distill_kl}
-    if folder := cfg.data.offline_data_dir:
-      found |= {"folder": folder, "dtype": jnp.promote_types(cfg.model.dtype, jnp.float32)}
-      top_k = top_k or cfg.model.vocab_size
-    return dataclasses.replace(super().of(cfg), **found, top_k=top_k)
+    keys, folder = cfg.optimizer, cfg.data.offline_data_dir
+    return dataclasses.replace(
+      super().of(cfg), alpha=keys.distill_alpha, temperature=keys.distill_temperature, kl=keys.distill_kl,
+      top_k=keys.distill_top_k or (cfg.model.vocab_size if folder else 0), folder=folder,
+      dtype=jnp.promote_types(cfg.model.dtype, jnp.float32),
+    )  # fmt: skip
 
   def batch_spec(self, num_rows, length):
     spec = super().batch_spec(num_rows, length)
@@ -70,14 +70,16 @@ class Distillation(LanguageModelLoss):
 
   def measured_head(self, model, x: Hidden, batch):
     """Metrics: distill/kl at the temperature, without its square, and distill/cross_entropy."""
-    logits_BTV, weights_BT = model.logits(x), self.weights(batch)
+    logits_BTV = model.logits(x)
     kl_BT = self.divergence(logits_BTV, batch)
-    entropy_BT = token_losses(logits_BTV, batch["targets"], self.z_loss_multiplier)
+    entropy_BT = token_losses(logits_BTV, batch["targets"])
     parts = {"distill/kl": kl_BT, "distill/cross_entropy": entropy_BT}
     losses_BT = self.balanced(x, self.alpha * self.temperature**2 * kl_BT + (1 - self.alpha) * entropy_BT)
-    weights_BT = weights_BT.astype(losses_BT.dtype)
-    total = jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
-    found = {name: jnp.sum(value_BT * weights_BT) / total for name, value_BT in parts.items()}
+    if self.z_loss_multiplier:  # whole, whatever the share of the teacher
+      losses_BT += self.z_loss_multiplier * jnp.square(jax.nn.logsumexp(logits_BTV, -1))
+    weights_BT = self.weights(batch).astype(losses_BT.dtype)
+    share_BT = self.shares(batch, weights_BT)
+    found = {name: jnp.sum(value_BT * share_BT) for name, value_BT in parts.items()}
     return losses_BT, weights_BT, self.metrics(x, batch) | found
 
   def divergence(self, logits_BTV, batch):
@@ -88,9 +90,10 @@ class Distillation(LanguageModelLoss):
       teacher = jax.nn.log_softmax(teacher)
     else:
       teacher = teacher - batch[LOG_SUM].astype(student.dtype)[..., None]
-      student = jnp.take_along_axis(student, batch[IDS], -1)
+      whole, student = student, jnp.take_along_axis(student, batch[IDS], -1)
       if teacher.shape[-1] < logits_BTV.shape[-1]:  # with the log-probability of all entries that are not there
-        rest = (log1mexp(jax.nn.logsumexp(x, -1, keepdims=True)) for x in (student, teacher))
-        student, teacher = (jnp.concatenate(pair, -1) for pair in zip((student, teacher), rest, strict=True))
+        others = jnp.put_along_axis(whole, batch[IDS], -jnp.inf, -1, inplace=False)
+        student = jnp.concatenate([student, jax.nn.logsumexp(others, -1, keepdims=True)], -1)
+        teacher = jnp.concatenate([teacher, log1mexp(jax.nn.logsumexp(teacher, -1, keepdims=True))], -1)
     first, second = (teacher, student) if self.kl == "forward" else (student, teacher)
     return jnp.sum(jnp.exp(first) * (first - second), -1)

@@ -47,7 +47,7 @@ class Sampler:
       said = f"sample_prompt has {size - NUM_TOKENS} tokens, and {NUM_TOKENS} are sampled behind it: the model has only"
       fix = "use a shorter prompt, or sample_every=0 and `maxghost generate` on a checkpoint"
       raise ConfigError(f"{said} {most} positions; {fix}")
-    self._stop_ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    self._stop_ids = sorted(tokenizer.stop_ids)
     model, sampling = nnx.graphdef(adapters.create_abstract(cfg)), Sampling(TEMPERATURE)
     self._generator = Generator(model, size, sampling=sampling, stop_ids=self._stop_ids)
 

@@ -156,8 +156,7 @@ class Device:
 
   def elements(self, stacked: bool | None = None) -> int:
     """Elements of the trained parameters in the layer stack (True), outside it (False), or in all (None)."""
-    params = [v for v in self.params.values() if not v.frozen]
-    return sum(v.elements for v in params if stacked is None or stacked == v.stacked)
+    return sum(v.elements for v in self.params.values() if not v.frozen and stacked in (None, v.stacked))
 
   @property
   def layer(self) -> int:
@@ -197,14 +196,17 @@ class Device:
     """Bytes of the state and of gradients in host memory."""
     held = [v for v in self.variables if v.on_host]
     with_gradient = [v for v in held if v.row == PARAMETERS and not v.frozen]
-    waiting = self.val_gradient.bytes if "val_gradient" in self.cfg.model.offload_to_host else 0
+    waiting = self.val_gradients[0].bytes if "val_gradient" in self.cfg.model.offload_to_host else 0
     return waiting + sum(v.elements * jnp.dtype(v.dtype).itemsize for v in [*held, *with_gradient])
 
   @property
-  def val_gradient(self) -> Tensor:
-    """The whole gradients of all validation sets."""
+  def val_gradients(self) -> list[Tensor]:
+    """The whole gradients of all validation sets, and what is formed of them."""
     whole = sum(self.params[p.label].elements for p in self.scored)
-    return Tensor((self.num_sets, whole), self.weight, "validation gradients, the directions of the scores")
+    kinds = {"validation gradients, the directions of the scores": True,
+             "validation gradients without curvature": self.cfg.ghost.curvature != "none",
+             "directions of the whole gradient": any(p.spec.early and not p.low_rank for p in self.scored)}  # fmt: skip
+    return [Tensor((self.num_sets, whole), self.weight, why) for why, there in kinds.items() if there]
 
   @property
   def gradients_by_use(self) -> list[Tensor]:
@@ -451,9 +453,7 @@ class Step:
       tensors += self._walked_back()
     elif self.ghost.passes == "two_pass":  # keeps the gradients for the ledger, even if scores use their factors
       away = in_pass and "val_gradient" in self.model.offload_to_host
-      tensors += [] if away else [self.device.val_gradient]
-      if self.ghost.curvature != "none":
-        tensors.append(dataclasses.replace(self.device.val_gradient, why="validation gradients without curvature"))
+      tensors += self.device.val_gradients[away:]
       if factors := sum(self.device.factors(p) for p in self.device.scored):
         tensors.append(Tensor((factors,), "float32", f"directions of rank {self.ghost.ghost_rank}"))
       tensors += self.device.gradients_by_use

@@ -41,8 +41,8 @@ class Rollouts:
   def __init__(self, cfg: Config, dataset, layout: Layout, path: Path):
     self._cfg, self._keys, self._dataset, self._layout = cfg, cfg.rollout, dataset, layout
     self._functions = {name: rewards.load(name) for name in self._keys.reward_functions}
-    rendering, eos = dataset.parts[0].rendering, dataset.tokenizer.eos_id
-    self._stop_ids = ({eos} - {None}) | (rendering.end_ids() if rendering.template else set())
+    rendering = dataset.parts[0].rendering
+    self._stop_ids = dataset.tokenizer.stop_ids | (rendering.end_ids() if rendering.template else set())
     rows = rows_per_step(cfg, layout.num_devices)
     self._generator = Generator(nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1,
                                 stop_ids=sorted(self._stop_ids),
@@ -124,7 +124,6 @@ class Rollouts:
 
   def _text(self, ids: Any) -> str:
     """The text of token ids, without a stop token at the end."""
-    ids = np.asarray(ids, np.int32)
     ids = ids[:-1] if len(ids) and int(ids[-1]) in self._stop_ids else ids
     return self._dataset.tokenizer.decode(ids).decode("utf-8", errors="replace")
 
@@ -145,22 +144,24 @@ class Rollouts:
     fills_BT = filled_BT[:, 1:]
     # Divisors beside the sum of the weights, which the loss is divided by: they count answers that are left out too.
     scales = {"grpo": kept_B.mean(), "dr_grpo": weights_BT.sum() / (rows * keys.max_completion_length)}
+    # A step without any advantage has no direction to score along, and some optimizers would enlarge a tiny gradient.
+    untaught = UNTAUGHT if advantage_B.any() else 0.0
     place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
     arrays = {"inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
               "inputs_position": place_BT, "targets_position": place_BT, "inputs_segmentation": fills_BT,
               "targets_segmentation": fills_BT, "targets_weights": weights_BT[:, 1:], SAMPLED: logps_BT[:, 1:],
               SCALES: np.full(rows, scales.get(keys.grpo_loss_type, 1.0), np.float32),
-              ADVANTAGES: np.where(advantage_B == 0, UNTAUGHT, advantage_B).astype(np.float32)}  # fmt: skip
+              ADVANTAGES: np.where(advantage_B == 0, untaught, advantage_B).astype(np.float32)}  # fmt: skip
     documents_B1, generation_B1 = (x[:, None].astype(np.int64) for x in (drawn.document_BS[numbers, 0], generation_B))
     return Batch(arrays, documents_B1, generation_B1, drawn.epoch_B[numbers])
 
   def _told(self, drawn: Batch, prompts_P, columns_P, texts, found: Progress, by_name, reward_B, advantage_B):
     """The prompts of a line of rollouts.jsonl."""
-    size = self._keys.num_generations
+    size, number = self._keys.num_generations, lambda value: None if math.isnan(value) else float(value)
     answers = [
       {"text": text, "tokens": int(found.counts_B[i]), "ended": bool(found.done_B[i]),
-       "rewards": {name: None if math.isnan(value[i]) else float(value[i]) for name, value in by_name.items()},
-       "reward": float(reward_B[i]), "advantage": float(advantage_B[i])}
+       "rewards": {name: number(value[i]) for name, value in by_name.items()}, "reward": number(reward_B[i]),
+       "advantage": float(advantage_B[i])}
       for i, text in enumerate(texts)
     ]  # fmt: skip
     return [
@@ -171,12 +172,12 @@ class Rollouts:
     ]  # fmt: skip
 
   def _metrics(self, found: Progress, by_name: dict, reward_B: np.ndarray) -> dict[str, float]:
-    spread_P = np.ptp(reward_B.reshape(-1, self._keys.num_generations), 1)
-    values = {"reward": reward_B.mean(), "reward_std": reward_B.std(ddof=1),
-              "frac_reward_zero_std": (spread_P == 0).mean(), "mean_length": found.counts_B.mean(),
+    groups_PG = np.ma.masked_invalid(reward_B.reshape(-1, self._keys.num_generations))
+    values = {"reward": groups_PG.mean(), "reward_std": groups_PG.std(ddof=1),
+              "frac_reward_zero_std": (groups_PG.ptp(1).filled(0) == 0).mean(), "mean_length": found.counts_B.mean(),
               "clipped_ratio": (~found.done_B).mean()}  # fmt: skip
-    values |= {f"reward/{name}": np.nanmean(value) for name, value in by_name.items() if not np.isnan(value).all()}
-    return {f"rollout/{name}": float(value) for name, value in values.items()}
+    values |= {f"reward/{name}": np.ma.masked_invalid(value).mean() for name, value in by_name.items()}
+    return {f"rollout/{name}": float(value) for name, value in values.items() if value is not np.ma.masked}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -61,8 +61,8 @@ class Scorer:
       schedule=ghost.ghost_schedule, model=split, loss=step_loss, val_loss=of_validation(self.cfg), batch=batch,
       val_batches=val_batches, twin=self.twin, parameters=self.twin.parameters,
       scored=tuple(p.label for p in self.twin.scored), rule=optimizers.direction_rule(optimizer, ghost.direction),
-      state=state, second_order=ghost.curvature == "hessian",
-      update=lambda grads: self._update(train_state, grads, state), validation=stored, secant=secant, account=self.rule,
+      state=state, update=lambda grads: self._update(train_state, grads, state), validation=stored, secant=secant,
+      account=self.rule,
       settings=Settings(num_micro=optimizer.gradient_accumulation_steps, remat_policy=model.remat_policy, in_turn=True,
                         segment_lengths=model.stacked_segments, carries_on_host="carries" in model.offload_to_host,
                         gradients_on_host="val_gradient" in model.offload_to_host),
@@ -127,7 +127,7 @@ class Scorer:
       score = scored.additive.reshape(scored.additive.shape[0], -1)
       totals = score.sum(-1), jnp.abs(score).sum(-1)
     used = ledger.used(twin.scored, grads, scored.parts, passed.facts) if scored.used is None else scored.used
-    out = ledger.columns(rule, sums, totals, used, learning_rate, clip_factor)
+    out = ledger.columns(rule, sums, totals, used[: twin.num_sets], learning_rate, clip_factor)
     if scored.secant is not None:  # 0 and not rounding, where the step is of first order
       out["predicted_curvature"] = jnp.where(scored.secant.weight == 0, 0, out["predicted_curvature"])
     return out
@@ -194,11 +194,6 @@ class Scorer:
     products add up to c_i <u, g_i> + (c - c_i) <u, g> (`factor_without`), whose second term is divided among the parts
     of g_i in proportion to their part of <g, g_i>. norm: |g|."""
     inverse = jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1), 0)
-    if self.cfg.optimizer.gradient_accumulation_steps > 1:
-      # <g, g_i> of micro-batches is along their own gradients: its sum is not |g|², which is known.
-      grads, own = optimizers.by_label(scored.passed.grads), own_BS1.sum()
-      square = sum(jnp.sum(jnp.square(grads[p.label].astype(own.dtype))) for p in self.twin.scored)
-      inverse *= jnp.sqrt(jnp.where(own > 0, square / jnp.where(own > 0, own, 1), 0))
     share_BS1 = own_BS1 * inverse * inverse
     factor_BS1, slope_BS1 = optimizers.factor_without(share_BS1, norm, self.cfg.optimizer.gradient_clipping_threshold)
     factor_BSK = jnp.broadcast_to(factor_BS1, score_BSK.shape)
@@ -234,7 +229,10 @@ def rule_state(cfg: Config, rule: optimizers.UpdateRule, train_state: TrainState
 def scoring_spec(cfg: Config) -> DirectionSpec:
   """The directions of the run's scores."""
   spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
-  return dataclasses.replace(spec, own=cfg.counts_clipping)
+  spec = dataclasses.replace(spec, own=cfg.counts_clipping)
+  # A direction that depends on the gradient needs that of all micro-batches.
+  several = cfg.optimizer.gradient_accumulation_steps > 1
+  return dataclasses.replace(spec, early=several) if spec.in_backward else spec
 
 
 def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:

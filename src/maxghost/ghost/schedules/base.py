@@ -91,11 +91,11 @@ class Problem:
     the validation sets have losses of their own.
   val_batches: one for each validation set. twin: None for schedules without scoring rules.
   parameters: by label. scored: labels of the scored ones.
-  rule: forms directions from the whole training gradient, in schedules without scoring rules and with second_order,
-    whose directions are P_tᵀ (G + 1/2 H delta). Otherwise the twin's own rule does.
+  rule: forms directions from the whole training gradient, in schedules without scoring rules and for a twin whose
+    directions are `early`. Otherwise the twin's own rule does.
   state: the optimizer's before the step, with an assumed clipping factor; None if no rule reads it.
-  update: training gradient -> (state with this step's clipping factor, State of the parameters' update for
-    second_order). validation: known validation gradients, if any. secant: what to add to them; None: nothing.
+  update: training gradient -> (state with this step's clipping factor, State of the step's update delta for directions
+    P_tᵀ (G + 1/2 H delta), or None). validation: known G, if any. secant: what to add to them; None: nothing.
   account: the trainer's rule, for the ledger; None: no ledger.
   """
 
@@ -110,7 +110,6 @@ class Problem:
   scored: tuple[str, ...]
   rule: UpdateRule = dataclasses.field(default_factory=Sgd)
   state: RuleState | None = None
-  second_order: bool = False
   update: Callable[[nnx.State], tuple[RuleState | None, nnx.State | None]] = lambda grads: (None, None)
   validation: Validation | Stored | None = None
   secant: Secant | None = None

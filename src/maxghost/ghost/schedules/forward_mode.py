@@ -31,7 +31,7 @@ def jvp_scores(model: Model, loss_fn: Callable, batch, num_micro: int, direction
   In the micro-batches of `passes.accumulated`: rows of one may have a part in each other's losses (a load balance).
   """
 
-  def along(rows):
+  def along(loss_fn, rows):
     """(derivatives of losses times weights, weights)"""
 
     def weighted(params):
@@ -43,8 +43,10 @@ def jvp_scores(model: Model, loss_fn: Callable, batch, num_micro: int, direction
       return jax.jvp(weighted, (model.params,), (direction,), has_aux=True)[1:]
 
   if num_micro == 1:
-    products, weights = along(batch)
+    products, weights = along(loss_fn, batch)
   else:
-    parts = passes.MicroBatches(num_micro, as_objective(loss_fn).rows_per_unit)
-    products, weights = map(parts.joined, jax.lax.map(along, parts.cut(batch)))
+    objective = as_objective(loss_fn)
+    parts = passes.MicroBatches(num_micro, objective.rows_per_unit)
+    own = lambda numbered: along(objective.of_micro_batch(numbered[0]), numbered[1])  # noqa: E731
+    products, weights = map(parts.joined, jax.lax.map(own, (jnp.arange(num_micro), parts.cut(batch))))
   return products / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)

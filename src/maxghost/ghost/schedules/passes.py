@@ -77,7 +77,7 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
   u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
   """
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
-  if problem.second_order:
+  if delta is not None:
     gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
   labelled = extrapolated(problem.secant, [by_label(g) for g in gradients])
   scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
@@ -122,8 +122,7 @@ def second_order_gradients(model: Model, loss_fn: Losses, batches: tuple, gradie
     return jnp.zeros(()), jax.jvp(gradient, (model.params,), (delta,))[1]
 
   _, along = _for_each_set(curvature, of_each_set(loss_fn, batches), batches)
-  half = functools.partial(jax.tree.map, lambda g, c: g + 0.5 * c)
-  return [constrain_state(half(*pair)) for pair in zip(gradients, along, strict=True)]
+  return [constrain_state(jax.tree.map(lambda g, c: g + 0.5 * c, *pair)) for pair in zip(gradients, along, strict=True)]
 
 
 def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tuple):
@@ -137,25 +136,19 @@ def _for_each_set(function: Callable, losses: tuple[Callable, ...], batches: tup
 
 
 def scored_by_rules(twin: Twin, passed: TrainPass, val_loss, factored: dict, **rest) -> Scored:
-  """The results of a pass of the twin. factored: {label: captured [*stack, K]}, unless `passed.facts` contain it."""
-  passed, own = own_parted(twin, passed)
+  """The results of a pass of the twin. factored: {label: captured [*stack, K]}, unless `passed.facts` contain it. With
+  `DirectionSpec.own`, the twin's arrays have K + 1 sets."""
+  num, own, places = twin.num_sets, {}, {p.label: len(p.stack_shape) for p in twin.scored}
+
+  def cut(found: dict, start: int, stop: int) -> dict:
+    return {label: jax.lax.slice_in_dim(x, start, stop, axis=places[label]) for label, x in found.items()}
+
+  if twin.spec.own:
+    own, factored = cut(passed.scores, num, num + 1), cut(factored, 0, num)
+    passed = dataclasses.replace(passed, scores=cut(passed.scores, 0, num), facts=cut(passed.facts, 0, num))
   if twin.spec.in_backward and twin.spec.rank:
     factored = {p.label: passed.facts[p.label][..., 0] for p in twin.scored if p.low_rank}
   return Scored(passed, val_loss, total(twin, passed.scores), factored, own=own, **rest)
-
-
-def own_parted(twin: Twin, passed: TrainPass) -> tuple[TrainPass, dict]:
-  """(the pass with K sets, `Scored.own`). With `DirectionSpec.own`, that of a twin has K + 1 sets."""
-  if not twin.spec.own:
-    return passed, {}
-
-  def cut(found: dict, start: int, stop: int) -> dict:
-    places = {p.label: len(p.stack_shape) for p in twin.scored}
-    return {label: jax.lax.slice_in_dim(x, start, stop, axis=places[label]) for label, x in found.items()}
-
-  num, scores = twin.num_sets, passed.scores
-  passed = dataclasses.replace(passed, scores=cut(scores, 0, num), facts=cut(passed.facts, 0, num))
-  return passed, cut(scores, num, num + 1)
 
 
 def total(twin: Twin, scores: dict) -> Any:
@@ -163,8 +156,11 @@ def total(twin: Twin, scores: dict) -> Any:
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
 
 
-def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None) -> TrainPass:
-  """The training gradient of the batch. With a twin, the backward pass scores every example against `directions`."""
+def train_pass(
+  model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None, gradients: bool = True
+) -> TrainPass:
+  """The training gradient of the batch, unless gradients=False. With a twin, the backward pass scores every example
+  against `directions`."""
   params, rest = model.params, model.rest
 
   def loss(params, probes):
@@ -174,10 +170,11 @@ def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None,
     return mean_loss(losses, weights), (losses, wide_weights(losses, weights), metrics)
 
   probes = None if twin is None else twin.zero_probes()
-  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  (value, (losses, weights, metrics)), (grads, probe_grads) = value_and_grad(params, probes)
+  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1) if gradients else (1,), has_aux=True)
+  (value, (losses, weights, metrics)), (*grads, probe_grads) = value_and_grad(params, probes)
   scores, facts = ({}, {}) if twin is None else twin.scores(probe_grads)
-  return TrainPass(value, losses, weights, constrain_state(grads), scores, facts, metrics)
+  gradient = constrain_state(grads[0]) if gradients else nnx.State({})
+  return TrainPass(value, losses, weights, gradient, scores, facts, metrics)
 
 
 class MicroBatches(NamedTuple):
@@ -198,46 +195,39 @@ class MicroBatches(NamedTuple):
     return x.reshape(*before, -1, *rest)
 
 
-def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = None, directions: Any = None) -> TrainPass:
+def accumulated(
+  model: Model, loss_fn, batch, num_micro: int, twin: Twin | None = None, directions: Any = None, gradients: bool = True
+) -> TrainPass:
   """`train_pass` in micro-batches, weighted exactly. num_micro: M of `MicroBatches`.
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
-  Gradients are summed in float32 or wider; scores are in the batch's row order. Directions formed in the backward pass
-  use each micro-batch's own gradient.
+  Gradients are summed in float32 or wider; scores are in the batch's row order. With several micro-batches, directions
+  are known before.
   """
-  run = functools.partial(train_pass, model, loss_fn, twin=twin, directions=directions)
+  objective = as_objective(loss_fn)
+  run = functools.partial(train_pass, model, twin=twin, directions=directions, gradients=gradients)
   if num_micro == 1:
-    return run(batch)
-  maxima, parts = as_objective(loss_fn).maxima, MicroBatches(num_micro, as_objective(loss_fn).rows_per_unit)
-  micro, rows_of = parts.cut(batch), parts.joined
+    return run(objective, batch)
+  maxima, parts = objective.maxima, MicroBatches(num_micro, objective.rows_per_unit)
+  numbered, rows_of = (jnp.arange(num_micro), parts.cut(batch)), parts.joined
 
-  def parted(metrics: dict) -> list[dict]:
-    """[maxima, means]"""
-    return [{name: x for name, x in metrics.items() if (name in maxima) is kind} for kind in (True, False)]
-
-  def body(carry, micro_batch):
-    total, grads, means, largest = carry
-    out = run(micro_batch)
+  def body(carry, one):
+    (total, grads), (index, rows) = carry, one
+    out = run(objective.of_micro_batch(index), rows)
     weight = out.weights.sum()
     grads = constrain_state(jax.tree.map(lambda a, g: a + weight * g.astype(a.dtype), grads, out.grads))
-    found, metrics = parted(out.metrics)
-    largest = jax.tree.map(jnp.maximum, largest, found)
-    means = jax.tree.map(lambda a, f: a + weight * f, means, (out.facts, metrics))
+    metrics = {name: x if name in maxima else weight * x for name, x in out.metrics.items()}
     scores = jax.tree.map(lambda s: weight * s, out.scores)
-    return (total + weight, grads, means, largest), (out.loss * weight, out.losses, out.weights, scores)
+    return (total + weight, grads), (out.loss * weight, out.losses, out.weights, scores, metrics)
 
-  shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], micro))
+  shapes = jax.eval_shape(functools.partial(run, objective), jax.tree.map(lambda x: x[0], numbered[1]))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
-  largest, means = parted(shapes.metrics)
-  means = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.facts, means))
-  largest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest)
-  init = (jnp.zeros((), shapes.weights.dtype), zeros, means, largest)
-  (total, grads, means, largest), (loss, losses, weights, scores) = jax.lax.scan(body, init, micro)
+  init = jnp.zeros((), shapes.weights.dtype), zeros
+  (total, grads), (loss, losses, weights, scores, metrics) = jax.lax.scan(body, init, numbered)
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
-  facts, metrics = jax.tree.map(lambda f: f * inverse, means)
   return TrainPass(
     loss=loss.sum() * inverse, losses=rows_of(losses), weights=rows_of(weights),
     grads=jax.tree.map(lambda g, s: (g * inverse).astype(s.dtype), grads, shapes.grads),
     scores={p.label: rows_of(scores[p.label], len(p.stack_shape) + 1) * inverse for p in (twin.scored if twin else ())},
-    facts=facts, metrics=metrics | largest,
+    facts={}, metrics={name: x.max(0) if name in maxima else x.sum(0) * inverse for name, x in metrics.items()},
   )  # fmt: skip
