@@ -3,6 +3,9 @@
 B = 9 rows in three micro-batches; micro-batch m holds rows m, m + 3, m + 6. Float64.
 """
 
+from pathlib import Path
+from unittest import mock
+
 import jax
 import numpy as np
 import oracles
@@ -14,7 +17,7 @@ from train_steps import VALIDATION, Run
 
 from maxghost import objectives
 from maxghost.ghost.schedules import Model, passes
-from maxghost.training import memory
+from maxghost.training import console, memory
 from maxghost.training.state import trainable
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
@@ -168,7 +171,12 @@ def test_the_columns_of_micro_batches_add_up_with_factors_too():
   [({}, True), ({"ghost_direction": "sgd"}, False), ({"gradient_accumulation_steps": 1}, False)],
   ids=str,
 )
-def test_the_estimate_of_memory_counts_directions_that_are_known_before_the_pass(changes, there):
+def test_directions_that_are_known_before_the_pass_are_told(changes, there):
+  """In the estimate of memory, and at the start of a run."""
   cfg = tiny.make_config(**({"gradient_accumulation_steps": 2} | changes))
   names = [tensor.why for row in memory.estimate(cfg).rows for tensor in row.tensors]
   assert ("directions of the whole gradient" in names) == there
+  plan = mock.MagicMock(cfg=cfg, num_params=1, layout=mock.MagicMock(num_devices=1))
+  lines = console.start_lines(plan, mock.MagicMock(num_train_documents=1), {}, Path("run"))
+  (line,) = [line for line in lines if line.startswith("ghost: ")]
+  assert line.endswith("schedule two_pass, in a second pass over the batch" if there else "schedule two_pass")

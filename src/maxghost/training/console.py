@@ -14,6 +14,7 @@ from maxghost.config.schema import GhostConfig
 from maxghost.config.values import printable
 from maxghost.training.plan import Plan
 from maxghost.training.run_directory import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
+from maxghost.training.scoring import scoring_spec
 
 MAX_STEP_LINE = 120  # characters; metrics.jsonl has every value
 
@@ -85,9 +86,9 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
            *(f"  {entry.line}" for entry in dataset.summary()), *(f"  {note}" for note in dataset.notes())]  # fmt: skip
   if cfg.val_sets:
     share, sets = sum(scored.values()) / plan.num_params, " and of ".join(f"'{name}'" for name in cfg.val_sets)
-    against = f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}"
-    scores = f"{len(scored)} parameter arrays scored ({share:.2%} of all parameters)"
-    lines.append(f"ghost: {scores} against {against}, schedule {ghost.ghost_schedule}")
+    rows = f"{ghost.ghost_val_batch_size} rows of {sets}, direction {ghost.ghost_direction}"
+    how = f"schedule {ghost.ghost_schedule}{', in a second pass over the batch' if scoring_spec(cfg).early else ''}"
+    lines.append(f"ghost: {len(scored)} parameter arrays scored ({share:.2%} of all parameters) against {rows}, {how}")
     if ghost.ghost_curvature == "secant":
       lines.append(f"ghost_curvature=secant: {of_first_order(ghost)}")
   lines += repeated_rows(cfg, plan.layout.num_devices, dataset)

@@ -166,8 +166,7 @@ class Device:
   @property
   def own_layers(self) -> int:
     """Number of layers of which this device holds parameters, whole or in part."""
-    stages = self.layout.stages
-    return self.cfg.model.base_num_decoder_layers // (stages.num if stages else 1)
+    return self.cfg.model.base_num_decoder_layers // (self.layout.stages.num if self.layout.stages else 1)
 
   @property
   def tables(self) -> list[Held]:
