@@ -121,10 +121,8 @@ def config(keys, overrides):
 
 def counts_flops(cfg) -> bool:
   """XLA's count of a step with a loop or a branch in it is not that of the step."""
-  ghost = cfg.ghost
-  if cfg.optimizer.gradient_accumulation_steps > 1:
-    return False
-  return not ghost.ghost_enabled or (ghost.ghost_schedule == "two_pass" and ghost.ghost_val_every == 1)
+  ghost, whole = cfg.ghost, cfg.optimizer.gradient_accumulation_steps == 1
+  return whole and (not ghost.ghost_enabled or (ghost.ghost_schedule == "two_pass" and ghost.ghost_val_every == 1))
 
 
 def advance(step, cfg):

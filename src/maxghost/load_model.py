@@ -160,7 +160,7 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
     there = {label: tuple(x.shape) for label, x in restored.items()}
     here = {label: tuple(flat[path].shape) for label, path in fresh.items()}
     unlike = sorted(label for label in there.keys() | here.keys() if there.get(label) != here.get(label))
-    if unlike or not math.isclose(settings.scale, cfg.adapter.lora_alpha / cfg.adapter.lora_rank, rel_tol=1e-7):
+    if unlike or not math.isclose(settings.scale, cfg.adapter.scale, rel_tol=1e-7):
       what = f"{unlike[0]} is {there.get(unlike[0], 'missing')} there" if unlike else "its scale is another"
       keys = f"lora_rank={settings.rank} lora_alpha={settings.scale * settings.rank:.9g}"
       raise ConfigError(f"lora_restore_path={given} does not fit the adapters of this run: {what}; it has {keys}")

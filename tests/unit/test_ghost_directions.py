@@ -101,8 +101,8 @@ def test_a_configuration_names_the_direction():
 
   assert made().spec.rule.direction == "sgd"  # auto would need the optimizer's state
   assert made(ghost_direction="adam").spec.rule.direction == "adam"
-  assert made(ghost_curvature="hessian").second_order and made(ghost_direction="second_order").second_order
-  assert not ghost.GhostEngine(tiny.make_config(ghost_curvature="hessian"), direction="sgd").second_order
+  assert made(ghost_curvature="hessian").spec.early and made(ghost_direction="second_order").spec.early
+  assert not ghost.GhostEngine(tiny.make_config(ghost_curvature="hessian"), direction="sgd").spec.early
   with pytest.raises(ValueError, match=r"^ghost_curvature=secant compares steps.*'second_order'"):
     made(ghost_curvature="secant")
 

@@ -115,4 +115,4 @@ def _adapt_experts(module: RoutedMoe, name: str, label: str, cfg: AdapterConfig,
     raise ConfigError(f"{given} does not go with an adapter of experts ({label}); {way}")
   for part, param in zip("ab", lora.params(cfg, key, getattr(module, name), 1, 1), strict=True):
     setattr(module, f"{name}_lora_{part}", param)
-  module.lora_scale = cfg.lora_alpha / cfg.lora_rank
+  module.lora_scale = cfg.scale

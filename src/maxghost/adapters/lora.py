@@ -22,7 +22,7 @@ class Lora(nnx.Module):
 
   def __init__(self, cfg: AdapterConfig, kernel: nnx.Param, in_axes: int, out_axes: int, layer: Any, key):
     self.a, self.b = params(cfg, key, kernel, in_axes, out_axes)
-    self.scale, self.in_axes, self.out_axes = cfg.lora_alpha / cfg.lora_rank, in_axes, out_axes
+    self.scale, self.in_axes, self.out_axes = cfg.scale, in_axes, out_axes
     self.dtype, self.precision = layer.dtype, layer.precision
 
   def __call__(self, x):

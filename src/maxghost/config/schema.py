@@ -263,6 +263,10 @@ class AdapterConfig:
   lora_weight_qtype: str = key("", choices=("", "bfloat16", "int8", "nf4"))
   lora_restore_path: str = key("")
 
+  @property
+  def scale(self) -> float:
+    return self.lora_alpha / self.lora_rank
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GhostConfig:

@@ -91,7 +91,6 @@ class GhostEngine:
     direction, curvature = plugins.directed(direction, curvature)
     if curvature == "secant":
       raise ValueError("ghost_curvature=secant compares steps of a run; give a direction=, such as 'second_order'")
-    self.second_order = curvature == "hessian"
     self.spec = direction_spec(cfg, direction, self.rank, curvature)
     self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
     self.per_position = per_position
@@ -101,7 +100,7 @@ class GhostEngine:
       schedule=(self.schedule != "two_pass", f"schedule={self.schedule}", "schedule=two_pass"),
       rank=(self.rank > 0, f"rank={self.rank}", "rank=0"),
       early_rank=(self.rank > 0 and not self.spec.in_backward, f"rank={self.rank}", "rank=0"),
-      hessian=(self.second_order, "direction=second_order", "direction=auto"),
+      hessian=(self.spec.early, "direction=second_order", "direction=auto"),
       positions=(per_position, "per_position=True", "per_position=False"),
     )
     self._compiled: collections.OrderedDict = collections.OrderedDict()
@@ -165,7 +164,7 @@ class GhostEngine:
       raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
     if state is not None and not self.spec.in_backward:
       raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
-    if (delta is None) == self.second_order:
+    if (delta is None) == self.spec.early:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
     self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
 

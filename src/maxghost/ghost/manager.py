@@ -47,7 +47,7 @@ class GhostEngineManager:
     names = tuple(val_sets) or (("validation",) if count == 1 else tuple(f"validation {k}" for k in range(count)))
     if len(names) != count:
       raise ValueError(f"val_sets={list(names)}: {len(names)} names for {count} validation batches")
-    direction = "second_order" if engine.second_order else str(engine.spec.rule.direction)
+    direction = "second_order" if engine.spec.early else str(engine.spec.rule.direction)
     self._writer = Writer(output_dir, names, period=save_every, objective="custom", direction=direction)
     self._writer.folder = self.output_dir
     self._attached, self._started = True, False

@@ -79,9 +79,8 @@ class Objective(abc.ABC):
     return self
 
   def of_micro_batch(self, index) -> Self:
-    """The objective of one of the micro-batches of a step, with masks of its own where it has a `dropout_key`."""
-    key = getattr(self, "dropout_key", None)
-    return self if key is None else self.training(jax.random.fold_in(key, index))
+    """The objective of one of a step's micro-batches, which has dropout masks of its own."""
+    return self
 
   def validation(self) -> Self:
     """The objective of validation sets, against which training examples are scored: no dropout, no balance loss."""

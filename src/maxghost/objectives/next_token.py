@@ -75,6 +75,9 @@ class LanguageModelLoss(StagedLoss):
   def training(self, dropout_key) -> Self:
     return dataclasses.replace(self, dropout_key=dropout_key)
 
+  def of_micro_batch(self, index) -> Self:
+    return self.training(self.layer_key(index))
+
   def validation(self) -> Self:
     return dataclasses.replace(self, dropout_key=None, load_balance_loss_weight=0.0, mtp_weight=0.0)
 

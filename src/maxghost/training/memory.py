@@ -202,10 +202,11 @@ class Device:
   def val_gradients(self) -> list[Tensor]:
     """The whole gradients of all validation sets, and what is formed of them."""
     whole = sum(self.params[p.label].elements for p in self.scored)
-    kinds = {"validation gradients, the directions of the scores": True,
-             "validation gradients without curvature": self.cfg.ghost.curvature != "none",
-             "directions of the whole gradient": any(p.spec.early and not p.low_rank for p in self.scored)}  # fmt: skip
-    return [Tensor((self.num_sets, whole), self.weight, why) for why, there in kinds.items() if there]
+    early, sets = any(p.spec.early and not p.low_rank for p in self.scored), self.num_sets
+    kinds = {"validation gradients, the directions of the scores": sets,
+             "validation gradients without curvature": sets * (self.cfg.ghost.curvature != "none"),
+             "directions of the whole gradient": (sets + self.cfg.counts_clipping) * early}  # fmt: skip
+    return [Tensor((count, whole), self.weight, why) for why, count in kinds.items() if count]
 
   @property
   def gradients_by_use(self) -> list[Tensor]:

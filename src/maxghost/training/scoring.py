@@ -152,7 +152,7 @@ class Scorer:
     score_KBT, forward_mode = jnp.where(ok, scored.additive, 0), ghost.engine == "jvp"
     score_BSK = products("kbt,bts->bsk", score_KBT, target_BTS if forward_mode else used_BTS)
     if scored.own:
-      clipping = self._clipping(scored, score_BSK, own_BS1, norm)
+      clipping = self._clipping(score_BSK, own_BS1, norm)
 
     def credit(score, own, place=lambda x_BSK: x_BSK):
       """Contributions from scores and own scores. place: puts an array by slots where the scores are."""
@@ -189,7 +189,7 @@ class Scorer:
       out["nonfinite_scores"][label] |= ~jnp.all(jnp.isfinite(own))
     return out
 
-  def _clipping(self, scored: Scored, score_BSK, own_BS1, norm) -> tuple[jax.Array, jax.Array]:
+  def _clipping(self, score_BSK, own_BS1, norm) -> tuple[jax.Array, jax.Array]:
     """([B, S, K], [B, S, K]): factors of each slot's scores, and of its scores along the batch gradient g. The
     products add up to c_i <u, g_i> + (c - c_i) <u, g> (`factor_without`), whose second term is divided among the parts
     of g_i in proportion to their part of <g, g_i>. norm: |g|."""
@@ -231,8 +231,7 @@ def scoring_spec(cfg: Config) -> DirectionSpec:
   spec = direction_spec(cfg, cfg.ghost.direction, cfg.ghost.ghost_rank, cfg.ghost.curvature)
   spec = dataclasses.replace(spec, own=cfg.counts_clipping)
   # A direction that depends on the gradient needs that of all micro-batches.
-  several = cfg.optimizer.gradient_accumulation_steps > 1
-  return dataclasses.replace(spec, early=several) if spec.in_backward else spec
+  return dataclasses.replace(spec, early=cfg.optimizer.gradient_accumulation_steps > 1) if spec.in_backward else spec
 
 
 def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:

@@ -156,12 +156,10 @@ def total(twin: Twin, scores: dict) -> Any:
   return sum(scores[p.label].sum(tuple(range(len(p.stack_shape)))) for p in twin.scored)
 
 
-def train_pass(
-  model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None, gradients: bool = True
-) -> TrainPass:
-  """The training gradient of the batch, unless gradients=False. With a twin, the backward pass scores every example
-  against `directions`."""
-  params, rest = model.params, model.rest
+def train_pass(model: Model, loss_fn: Callable, batch, twin: Twin | None = None, directions: Any = None) -> TrainPass:
+  """The training gradient of the batch. With a twin, the backward pass scores every example against `directions`; where
+  these are `early`, an earlier pass formed the gradient, and this one forms none."""
+  params, rest, only_scores = model.params, model.rest, twin is not None and twin.spec.early
 
   def loss(params, probes):
     built = model.merge(params) if twin is None else twin.merge(params, probes, directions, rest)
@@ -170,10 +168,10 @@ def train_pass(
     return mean_loss(losses, weights), (losses, wide_weights(losses, weights), metrics)
 
   probes = None if twin is None else twin.zero_probes()
-  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1) if gradients else (1,), has_aux=True)
+  value_and_grad = jax.value_and_grad(loss, argnums=(1,) if only_scores else (0, 1), has_aux=True)
   (value, (losses, weights, metrics)), (*grads, probe_grads) = value_and_grad(params, probes)
   scores, facts = ({}, {}) if twin is None else twin.scores(probe_grads)
-  gradient = constrain_state(grads[0]) if gradients else nnx.State({})
+  gradient = nnx.State({}) if only_scores else constrain_state(grads[0])
   return TrainPass(value, losses, weights, gradient, scores, facts, metrics)
 
 
@@ -195,17 +193,14 @@ class MicroBatches(NamedTuple):
     return x.reshape(*before, -1, *rest)
 
 
-def accumulated(
-  model: Model, loss_fn, batch, num_micro: int, twin: Twin | None = None, directions: Any = None, gradients: bool = True
-) -> TrainPass:
+def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = None, directions: Any = None) -> TrainPass:
   """`train_pass` in micro-batches, weighted exactly. num_micro: M of `MicroBatches`.
 
   Each micro-batch's mean is weighted by its share of the batch's weight, so that uneven and empty ones count exactly.
   Gradients are summed in float32 or wider; scores are in the batch's row order. With several micro-batches, directions
   are known before.
   """
-  objective = as_objective(loss_fn)
-  run = functools.partial(train_pass, model, twin=twin, directions=directions, gradients=gradients)
+  objective, run = as_objective(loss_fn), functools.partial(train_pass, model, twin=twin, directions=directions)
   if num_micro == 1:
     return run(objective, batch)
   maxima, parts = objective.maxima, MicroBatches(num_micro, objective.rows_per_unit)

@@ -34,7 +34,7 @@ def run(problem: Problem) -> Scored:
     # XLA would finish the copies, and compute what is read only after the training pass, as late as it can.
     labelled = streaming.to_host(labelled)
     labelled, share, directions, batch = jax.lax.optimization_barrier((labelled, share, directions, batch))
-  passed = passes.accumulated(model, problem.loss, batch, num_micro, twin, directions, gradients=not early)
+  passed = passes.accumulated(model, problem.loss, batch, num_micro, twin, directions)
   if early:
     passed = dataclasses.replace(first, scores=passed.scores)
   return passes.scored_by_rules(twin, passed, found.losses, share, validation=found, gradients=labelled, parts=parts)
