@@ -1,5 +1,6 @@
 """The commands: arguments, exit codes, one line per problem, no JAX before the configuration is valid."""
 
+import io
 import os
 import shlex
 import signal
@@ -337,3 +338,14 @@ def test_ctrl_c_while_commands_are_imported_ends_them_at_once(module, argv):
   """
   done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
   assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(
+  ("encoding", "seen"),
+  [("ascii", "-0.01 +- 5 328. ??"), ("cp1252", "-0.01 ± 5 328… ??"), ("utf-8", "−0.01 ± 5\u202f328… 漢?")],
+)
+def test_a_number_keeps_its_sign_in_an_output_without_utf_8(monkeypatch, encoding, seen):
+  written = io.BytesIO()
+  monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+  assert guard(lambda: print("−0.01 ± 5\u202f328… 漢\ud800", end="")) == 0
+  assert written.getvalue().decode(encoding) == seen

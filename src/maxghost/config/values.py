@@ -4,6 +4,7 @@ The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float altho
 `run_name: 7` is the text "7". A quoted value is always text.
 """
 
+import codecs
 import contextlib
 import difflib
 import functools
@@ -78,6 +79,13 @@ def naming(key: str, path: object) -> Iterator[None]:
     raise
 
 
+_IN_ASCII = str.maketrans({"\u2212": "-", "\u202f": " ", "±": "+-", "…": "."})
+# Of a terminal or file without UTF-8: a number keeps its sign and its digits, other characters are question marks.
+codecs.register_error(
+  "maxghost", lambda e: (e.object[e.start : e.end].translate(_IN_ASCII).encode("ascii", "replace").decode(), e.end)
+)
+
+
 def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str = "interrupted") -> int:
   """Runs a command and returns its exit code. Errors that are no defect of the program are shown as one line on stderr.
 
@@ -87,7 +95,7 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
   """
   sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
   if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 gets question marks
+    sys.stdout.reconfigure(errors="maxghost")
   code = 0
   try:
     code = work() or 0
