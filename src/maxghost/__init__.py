@@ -2,9 +2,13 @@
 
 import importlib
 import signal
+import sys
 import threading
 
 __version__ = "0.2.0"
+
+if sys.platform == "win32":
+  raise ImportError("maxghost runs on Linux and macOS; on Windows, install it in WSL (`wsl --install`)")
 
 
 def import_module(name: str):

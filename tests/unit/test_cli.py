@@ -349,3 +349,9 @@ def test_a_number_keeps_its_sign_in_an_output_without_utf_8(monkeypatch, encodin
   monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
   assert guard(lambda: print("−0.01 ± 5\u202f328… 漢\ud800", end="")) == 0
   assert written.getvalue().decode(encoding) == seen
+
+
+def test_windows_is_refused_in_one_sentence():
+  code = "import sys; sys.platform = 'win32'; import maxghost"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  assert done.stderr.splitlines()[-1].endswith("on Windows, install it in WSL (`wsl --install`)")

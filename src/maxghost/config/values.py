@@ -79,11 +79,14 @@ def naming(key: str, path: object) -> Iterator[None]:
     raise
 
 
-_IN_ASCII = str.maketrans({"\u2212": "-", "\u202f": " ", "±": "+-", "…": "."})
-# Of a terminal or file without UTF-8: a number keeps its sign and its digits, other characters are question marks.
-codecs.register_error(
-  "maxghost", lambda e: (e.object[e.start : e.end].translate(_IN_ASCII).encode("ascii", "replace").decode(), e.end)
-)
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+  """Replaces what an output without UTF-8 lacks: a number keeps its sign and digits, other characters become "?"."""
+  assert isinstance(error, UnicodeEncodeError)
+  known = str.maketrans({"\u2212": "-", "\u202f": " ", "±": "+-", "…": "."})
+  return error.object[error.start : error.end].translate(known).encode("ascii", "replace").decode(), error.end
+
+
+codecs.register_error("maxghost", _in_ascii)
 
 
 def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str = "interrupted") -> int:

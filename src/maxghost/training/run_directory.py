@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 
 from maxghost import config
 from maxghost.config import Config, ConfigError, ParallelConfig
-from maxghost.config.values import shown
+from maxghost.config.values import naming, shown
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
@@ -104,9 +104,10 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
   except ConfigError:
     lock.close()
     raise
-  lock.truncate(0)
-  lock.write(f"{os.getpid()}\n")
-  lock.flush()
+  with naming("", path / LOCK_FILE):
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
   return lock
 
 
