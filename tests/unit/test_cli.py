@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 
+import jax
 import meshes
 import pytest
 
@@ -16,6 +17,7 @@ import maxghost
 from maxghost import cli, config, train
 from maxghost.config import values
 from maxghost.config.values import guard
+from maxghost.training import devices
 
 
 def command(*argv):
@@ -355,3 +357,24 @@ def test_windows_is_refused_in_one_sentence():
   code = "import sys; sys.platform = 'win32'; import maxghost"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   assert done.stderr.splitlines()[-1].endswith("on Windows, install it in WSL (`wsl --install`)")
+
+
+@pytest.mark.parametrize(
+  "problem", ["assert None", "raise RuntimeError(\"Unable to initialize backend 'cuda'\\nmore\")"]
+)
+def test_a_platform_that_jax_does_not_find_is_one_line(monkeypatch, capsys, problem):
+  monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+  assert guard(lambda: exec(compile(problem, "jax/_src/xla_bridge.py", "exec"))) == 2
+  said, seen = "finds no such device here", capsys.readouterr().err
+  assert seen.startswith("maxghost: JAX_PLATFORMS=cuda: JAX ") and said in seen and seen.count("\n") == 1
+  with pytest.raises(AssertionError):
+    guard(lambda: exec("assert None"))
+
+
+def test_a_run_needs_compilation():
+  jax.config.update("jax_disable_jit", True)
+  try:
+    with pytest.raises(config.ConfigError, match="JAX_DISABLE_JIT is set"):
+      devices.open_layout(config.Config())
+  finally:
+    jax.config.update("jax_disable_jit", False)

@@ -15,6 +15,7 @@ import numbers
 import os
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field
@@ -114,12 +115,24 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     print_problem(error, name)
     code = code if isinstance(error, BrokenPipeError) else 1
   except Exception as error:
-    is_full, text = "RESOURCE_EXHAUSTED" in str(error), str(error)  # of XLA
-    if not is_full and (not isinstance(error, ValueError) or "embedded null" not in text):
+    if (line := _no_defect(error)) is None:
       raise
-    print_problem(f"out of device memory: {text.splitlines()[0]}" if is_full else "a path holds a NUL character", name)
-    code = 1 if is_full else ConfigError.exit_code
+    print_problem(line, name)
+    code = 1 if "RESOURCE_EXHAUSTED" in str(error) else ConfigError.exit_code
   return code
+
+
+def _no_defect(error: Exception) -> str | None:
+  """What is wrong outside of the program, where this is what the error of a library means."""
+  (said, *_), asked = str(error).splitlines() or [""], os.environ.get("JAX_PLATFORMS")
+  if "RESOURCE_EXHAUSTED" in str(error):  # of XLA
+    return f"out of device memory: {said}"
+  if isinstance(error, ValueError) and "embedded null" in said:
+    return "a path holds a NUL character"
+  if asked and traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py"):
+    fix = "unset it, or install what this device needs: pip install '.[gpu]' or '.[tpu]'"
+    return f"JAX_PLATFORMS={asked}: JAX finds no such device here{said and f' ({said})'}; {fix}"
+  return None
 
 
 def guarded(name: str) -> Callable[[Callable[..., int | None]], Callable[..., int]]:

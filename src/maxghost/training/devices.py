@@ -35,6 +35,8 @@ def compiler_options(platform: str | None = None) -> dict[str, Any]:
 
 def open_layout(cfg: Config) -> Layout:
   """Connects the processes, if several, and returns the layout over all devices. Raises ConfigError if they refuse."""
+  if jax.config.values["jax_disable_jit"]:
+    raise ConfigError("JAX_DISABLE_JIT is set, but steps are compiled before the first one; unset it")
   configure_jax(cfg)
   heap.call("mallopt", heap.ARENA_MAX, 1)  # before XLA starts its threads
   distributed.start(cfg.parallel)
