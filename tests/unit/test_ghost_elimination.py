@@ -110,6 +110,7 @@ def test_a_gpu_and_a_tpu_take_the_kernel(monkeypatch):
     assert tuple(found) == wanted, platform
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # since JAX 0.12
 @pytest.mark.parametrize("rank", [11, 32, 128])
 def test_the_kernel_lowers_for_a_gpu_without_one(rank):
   """To Triton's own code, in float32 and float64; running it needs a GPU (test_gpu.py)."""
