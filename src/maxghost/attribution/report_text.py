@@ -110,7 +110,7 @@ def helped_sentence(part: SetSummary) -> str:
   """How the documents that helped were ranked, or why there are none."""
   if not part.num_judged:
     return f"No document was scored in {MIN_CHUNKS} or more chunks, so that none has an interval to rank it by."
-  judged = f"{integer(part.num_judged)} document{'s' if part.num_judged != 1 else ''} with {MIN_CHUNKS} or more chunks"
+  judged = f"{counted(part.num_judged, 'document')} with {MIN_CHUNKS} or more chunks"
   judged += " (parts of a document that were scored in one row)"
   if not part.helped:
     return f"None of the {judged} has a 95 % interval above zero."
