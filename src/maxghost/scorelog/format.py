@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib import recfunctions
 
 from maxghost.config import ConfigError
 from maxghost.config.files import read_table
@@ -78,8 +79,7 @@ def unmeasured_steps(step, num_sets: int, ledger: Sequence[str] = LEDGER) -> np.
 def with_ledger(steps: np.ndarray, num_sets: int, ledger: Sequence[str]) -> np.ndarray:
   """Step records in the layout of this schema with this ledger; columns they do not have are NaN."""
   array = unmeasured_steps(steps["step"], num_sets, ledger)
-  for name in set(array.dtype.names or ()) & set(steps.dtype.names or ()):
-    array[name] = steps[name]
+  recfunctions.assign_fields_by_name(array, steps, zero_unassigned=False)
   return array
 
 
