@@ -159,10 +159,6 @@ class Batcher:
       running = len(self._running) + (self._reading is not None)
       return dataclasses.replace(self._counters, running=running, waiting=len(self._waiting))
 
-  def warm_up(self) -> None:
-    """Compiles all that requests can need; before the first `submit`."""
-    self._engine.warm_up(self._params)
-
   def submit(self, request: Request) -> Job:
     """Queues a request. Raises QueueFull, Closed, and ValueError for what cannot be served (an empty prompt, one longer
     than the cache, an id outside the vocabulary, logprobs above TOP): a line for the client, with the limit."""
