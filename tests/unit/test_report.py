@@ -473,11 +473,11 @@ def test_report_does_not_import_jax():
 
 def test_metrics_file_with_bad_lines(tmp_path):
   lines = [{"step": 1, "learning/loss": 3.0}, {"step": 0, "learning/loss": 4.0, "x": None, "flag": True}]
-  text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "learn'
+  text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1e999}\n{"step": 2, "learn'
   (tmp_path / "metrics.jsonl").write_text(text)
   metrics, samples, messages = read_metrics(tmp_path / "metrics.jsonl")
   assert samples == [] and list(metrics) == ["learning/loss"] and metrics["learning/loss"].values.tolist() == [4.0, 3.0]
-  assert messages == ["metrics.jsonl: 1 lines could not be read and were left out"]
+  assert messages == ["metrics.jsonl: 2 lines could not be read and were left out"]
 
 
 def test_what_the_model_wrote_is_shown(tmp_path):
@@ -529,6 +529,7 @@ def test_live_view(tmp_path):
       return urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=20).read().decode()
 
     before = get("/version")
+    assert get("/version", Host="localhost") == before  # of port 80, which browsers leave out
     assert "Waiting for scores" in get("/") and f'data-live="{before}"' in get("/")
     step = ({"val_loss": 2.0, "predicted_examples": 1.0}, [("a", "x", 0, 0, 5, 1.0)])
     write_log(tmp_path, [step] * 4)

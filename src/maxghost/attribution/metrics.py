@@ -34,7 +34,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[tuple[int, str]], 
       try:
         record = json.loads(line)
         step = int(record.pop("step"))
-      except (ValueError, KeyError, TypeError, AttributeError):
+      except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         unreadable += 1
         continue
       for name, value in record.items():

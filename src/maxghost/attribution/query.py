@@ -60,7 +60,6 @@ class Answer(Frame):
     return len(next(iter(self.columns.values())))
 
   def __repr__(self) -> str:
-    """A table of the first groups."""
     columns = [[name, *map(_cell, values[:REPR_GROUPS])] for name, values in self.columns.items() if name != "text"]
     widths = [max(map(len, column)) for column in columns]
     rows = ["  ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
@@ -68,7 +67,6 @@ class Answer(Frame):
     return "\n".join([*rows, about])
 
   def for_others(self) -> dict[str, Any]:
-    """The columns, texts as valid UTF-8."""
     return {name: for_others(v) if isinstance(v, list) else v for name, v in self.columns.items()}
 
 

@@ -71,7 +71,6 @@ def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], ste
 
 
 def _checksum(file: BinaryIO, size: int) -> int:
-  """CRC-32 of the first `size` bytes."""
   file.seek(0)
   checksum = 0
   while size > 0:

@@ -154,7 +154,6 @@ class Batcher:
 
   @property
   def counters(self) -> Counters:
-    """The current values."""
     with self._changed:
       running = len(self._running) + (self._reading is not None)
       return dataclasses.replace(self._counters, running=running, waiting=len(self._waiting))
