@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
       if again:
         threading.Timer(1, setattr, (self, "force_exit", True)).start()  # for those who do not read
 
-  app = Server(served, api_key=args.api_key, seconds=args.timeout, threads=args.queue + args.slots + 1).app
+  app = Server(served, api_key=args.api_key, seconds=args.timeout).app
   options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
   options |= {"server_header": False, "timeout_keep_alive": 30, "timeout_graceful_shutdown": int(args.grace) + 5}
   server = Serving(uvicorn.Config(app, **options))
