@@ -83,12 +83,12 @@ def with_ledger(steps: np.ndarray, num_sets: int, ledger: Sequence[str]) -> np.n
   return array
 
 
-def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarray]:
-  """The columns of a structured array; those of K > 1 validation sets one by one, as `contribution[name]`."""
+def columns_of(arrays: Mapping[str, np.ndarray], val_sets: Sequence[str]) -> dict[str, np.ndarray]:
+  """The columns, [N] or [N, K]; those of K > 1 validation sets one by one, as `contribution[name]`."""
   columns = {}
-  for name in array.dtype.names or ():
-    names = [f"{name}[{val_set}]" for val_set in val_sets] if array[name].ndim > 1 and len(val_sets) > 1 else [name]
-    values = np.reshape(array[name], (len(array), len(names)))
+  for name, values in arrays.items():
+    names = [f"{name}[{val_set}]" for val_set in val_sets] if values.ndim > 1 and len(val_sets) > 1 else [name]
+    values = np.reshape(values, (len(values), len(names)))
     columns |= {one: np.ascontiguousarray(values[:, k]) for k, one in enumerate(names)}
   return columns
 
