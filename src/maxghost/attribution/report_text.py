@@ -62,8 +62,7 @@ def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger, with notes on large momentum and on a large rest; or that there is none."""
   if not ledger_lines(ledger):
     return "This log holds no predicted drops of its steps, only the contributions of examples."
-  steps = counted(len(ledger.steps), "step")
-  steps += f" ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else ""
+  steps = f"{counted(len(ledger.steps), 'step')} ({ledger.steps[0]} to {ledger.steps[-1]})"
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples, ahead = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples"), ledger.ahead
   predicted, actual, rest, said = ledger.predicted, ledger.actual, ledger.rest, ledger.columns_sum

@@ -43,8 +43,6 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
 
 def _left_behind(shards: list[Shard]) -> list[Path]:
   """Files of a command or run that was killed: those whose steps another one holds, and partial ones."""
-  if not shards:
-    return []
   folder, kept = shards[0].path.parent, {shard.path for shard in shards}
   found = list(folder.glob(".dot_prod_log_iter_*.tmp"))
   for path in folder.glob("*.npz"):
