@@ -52,7 +52,6 @@ def import_model(
   model_path.tokenizer_keys(source, cfg.model.vocab_size)  # a wrong one is named before anything is written
   raw = huggingface.tree_of(tensors, cfg.model, source)
   checkpoint = read_checkpoint(raw)
-  check_target(raw, target)
   plan = make_plan(checkpoint, Target.of(cfg.model))
   say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
   with written(checkpoint, plan, target, has_level=True, params_only=True, ram_bytes=ram_bytes) as temporary:

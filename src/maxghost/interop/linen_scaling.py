@@ -22,7 +22,7 @@ from maxghost.config import ModelConfig
 from maxghost.config.arguments import Parser
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded, slash_path
-from maxghost.interop.convert import check_target, written
+from maxghost.interop.convert import written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
@@ -87,7 +87,6 @@ def rescale_checkpoint(
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
   out = full_path(target_path)
-  check_target(raw, out)
   layout = NNX if checkpoint.layout == NNX_OLD else checkpoint.layout
   plan = make_plan(checkpoint, Target(layout, wrapped=checkpoint.wrapped or None))
   if not (queries := [leaf for leaf in plan.leaves if is_query(leaf.path)]):
