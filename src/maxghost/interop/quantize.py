@@ -25,7 +25,7 @@ from maxghost.interop import model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import check_unscaled
+from maxghost.interop.linen_scaling import read_unscaled
 
 _PIECE = 1 << 22
 
@@ -40,8 +40,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
   from maxghost import models
   from maxghost.adapters.quantized import NAMES, matrix_axes, places
 
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  check_unscaled(checkpoint, model)
+  checkpoint = read_unscaled(raw, model)
   plain = nnx.eval_shape(lambda: models.create(dataclasses.replace(model, quantization=""), rngs=nnx.Rngs(0)))
   found = {
     re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
