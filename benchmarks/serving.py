@@ -34,8 +34,8 @@ def same_tokens(graphdef, state, given) -> tuple[int, int]:
   """(requests whose tokens differ from those alone, tokens compared)."""
   engine = Engine(graphdef, slots=4, cache_size=given.cache, prefill_chunk=64)
   params = engine.load_params(state)
+  engine.warm_up(params)
   batcher = Batcher(engine, params, ByteTokenizer())
-  batcher.warm_up()
   rng = np.random.default_rng(0)
   requests = [
     Request(tuple(rng.integers(0, engine.vocab_size, 1 + 11 * i % 97).tolist()), max_tokens=4 + 7 * i % 29)

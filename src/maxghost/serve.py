@@ -98,10 +98,11 @@ def _open(args: argparse.Namespace) -> Any:
   layout = load_model.layout_of(cfg)
   graphdef, state = load_model.load(place, cfg, say, args.adapter, layout)
   engine = Engine(graphdef, slots=args.slots, cache_size=size, layout=layout)
-  batcher = Batcher(engine, engine.load_params(state), tokenizer, stop_ids=sorted(stop_ids), queue_limit=args.queue)
+  params = engine.load_params(state)
   say("compiling")
   find, without = _sources(args)
-  batcher.warm_up()
+  engine.warm_up(params)
+  batcher = Batcher(engine, params, tokenizer, stop_ids=sorted(stop_ids), queue_limit=args.queue)
   return Served(
     args.name or Path(args.model).resolve().name, batcher, tokenizer, lambda text: encoded([text])[0][0],
     size, engine.vocab_size, rendering, no_chat, find, without, chats,
@@ -145,7 +146,7 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
       if again:
         threading.Timer(1, setattr, (self, "force_exit", True)).start()  # for those who do not read
 
-  app = Server(served, api_key=args.api_key, seconds=args.timeout, threads=args.queue + args.slots + 1).app
+  app = Server(served, api_key=args.api_key, seconds=args.timeout).app
   options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
   options |= {"server_header": False, "timeout_keep_alive": 30, "timeout_graceful_shutdown": int(args.grace) + 5}
   server = Serving(uvicorn.Config(app, **options))

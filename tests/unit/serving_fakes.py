@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import queue
 import threading
 import time
 
@@ -20,19 +19,12 @@ BYTES = ByteTokenizer()
 
 
 class EchoJob:
-  def __init__(self, request, batcher):
+  def __init__(self, request, batcher, put):
     self.request, self._batcher = request, batcher
-    self.cancelled, self._pieces = threading.Event(), queue.Queue()
+    self.cancelled, self._put = threading.Event(), put
 
   def cancel(self):
     self.cancelled.set()
-
-  def __iter__(self):
-    while True:
-      piece = self._pieces.get()
-      yield piece
-      if piece.finish:
-        return
 
   def run(self):
     """The bytes of the prompt, behind its begin token, then the end token; each is followed by a pause."""
@@ -49,11 +41,11 @@ class EchoJob:
       if last:
         self._end(last, text, (number,), (-0.5,), top)
       else:
-        self._pieces.put(Piece(text, (number,), (-0.5,), top))
+        self._put(Piece(text, (number,), (-0.5,), top))
 
   def _end(self, finish, text="", ids=(), logps=(), top=()):
     self._batcher.end(finish)
-    self._pieces.put(Piece(text, ids, logps, top, finish, "the model broke" if finish == "error" else ""))
+    self._put(Piece(text, ids, logps, top, finish, "the model broke" if finish == "error" else ""))
 
 
 class EchoBatcher:
@@ -64,10 +56,10 @@ class EchoBatcher:
   def __init__(self, pause=0.0, slots=8):
     self.pause, self.slots, self.counters, self.jobs, self._lock = pause, slots, Counters(), [], threading.Lock()
 
-  def submit(self, request):
+  def submit(self, request, put):
     if not request.prompt:
       raise ValueError("the prompt is empty")
-    job = EchoJob(request, self)
+    job = EchoJob(request, self, put)
     with self._lock:
       if self.counters.running >= self.slots:
         raise QueueFull("0 requests wait already")

@@ -377,7 +377,7 @@ def test_damaged_index_is_one_line(run_dir, tmp_path, entry):
   rows["domain"][3] = entry
   (tmp_path / "ghost").mkdir()
   tables = {name: shard.texts(name) for name in fmt.TEXTS}
-  write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, tables, shard.steps, None, rows)
+  write_shard(tmp_path / "ghost" / shard.path.name, shard.meta, tables, shard.steps, None, [rows], len(rows))
   with pytest.raises(ConfigError, match=f"a row points to entry {entry} of 4"):
     ask(attribution.load(tmp_path), Query())
 

@@ -11,10 +11,9 @@ from flax import nnx
 
 from maxghost import config, load_model, models, scorelog, train
 from maxghost.checkpoint.compare import compare_checkpoints
-from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, open_tree
 from maxghost.interop.convert import convert
-from maxghost.interop.linen_scaling import check_unscaled, main, rescale_checkpoint, rescale_leaf
+from maxghost.interop.linen_scaling import main, read_unscaled, rescale_checkpoint, rescale_leaf
 from maxghost.interop.load_tree import load_tree
 from maxghost.optimizers import make_optimizer
 from maxghost.training.state import TrainStateNNX, abstract_split, from_tree, to_tree
@@ -130,7 +129,7 @@ def test_heads_of_llama31_are_reordered(tmp_path):
   assert compare_checkpoints(source, tmp_path / "back").equal
   qwen3 = dataclasses.replace(cfg.model, decoder_block="qwen3")
   with pytest.raises(LayoutError, match="rescale first: maxghost checkpoint rescale --to maxghost --rope_pairs"):
-    check_unscaled(read_checkpoint(open_tree(source)), qwen3)
+    read_unscaled(open_tree(source), qwen3)
 
 
 def test_moments_that_the_optimizer_does_not_keep_are_named(tmp_path):

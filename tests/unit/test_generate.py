@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 
 from maxghost import config, generate, load_model, serve, train
-from maxghost.attribution.metrics import read_samples
+from maxghost.attribution.metrics import read_metrics
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import tree_from_memory, write_json
 from maxghost.checkpoint.manager import CheckpointManager
@@ -255,7 +255,7 @@ def test_a_run_starts_from_a_hugging_face_folder_and_is_exported_again(folder, t
   assert f"Starting from the parameters of {folder}" in capsys.readouterr().out
   run(folder, "--prompt", "ab", "--max_new_tokens", 5)
   text = capsys.readouterr().out.removesuffix("\n")
-  assert read_samples(tmp_path / "fine" / "metrics.jsonl") == [(0, text), (1, text)]
+  assert read_metrics(tmp_path / "fine" / "metrics.jsonl")[1] == [(0, text), (1, text)]
   config.save(config.load(), tmp_path / "base.yml")  # of another model; the run has its own
   typed = [str(tmp_path / "base.yml"), f"load_parameters_path={tmp_path / 'fine'}", "prompt=ab", "max_new_tokens=5"]
   assert generate.main(typed) == 0 and capsys.readouterr().out == text + "\n"

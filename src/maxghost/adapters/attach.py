@@ -70,8 +70,7 @@ def disabled(model: Any) -> Any:
   plain = nnx.merge(*nnx.split(model))
   for _, node in nnx.iter_graph(plain):
     if isinstance(node, nnx.Module) and isinstance(getattr(node, "lora", None), lora.Lora):
-      for name in lora.ATTRIBUTES:
-        delattr(node, name)
+      delattr(node, "lora")
       object.__setattr__(node, "__class__", type(node).__base__)
     elif isinstance(node, RoutedMoe):
       for name in [name for name in vars(node) if name.endswith(("_lora_a", "_lora_b"))]:
@@ -91,9 +90,8 @@ def _places(model: Any) -> dict[str, tuple[Any, str, bool]]:
 
 
 def _adapt(layer: Any, _: str, label: str, cfg: AdapterConfig, key) -> None:
-  in_axes, out_axes, order = 1, 1, None
+  (in_axes, out_axes), order = quantized.matrix_axes(layer), ((), ())
   if isinstance(layer, nnx.LinearGeneral):
-    in_axes, out_axes = len(layer.in_features), len(layer.out_features)
     if tuple(layer.axis) != tuple(range(-in_axes, 0)) or layer.batch_axis:
       raise ConfigError(f"{label} takes no adapter: it contracts other axes than the last ones ({layer.axis})")
   elif isinstance(layer, nnx.Einsum):
@@ -102,9 +100,7 @@ def _adapt(layer: Any, _: str, label: str, cfg: AdapterConfig, key) -> None:
     except ValueError as error:
       raise ConfigError(f"{label}: {error}; leave it out of lora_module_path") from error
     out_axes = len(layer.kernel_shape) - in_axes
-  adapter = lora.Lora(cfg, layer.kernel, in_axes, out_axes, layer, key)
-  for name, value in zip(lora.ATTRIBUTES, (adapter, cfg.lora_dropout, order and tuple(order)), strict=True):
-    setattr(layer, name, value)
+  layer.lora = lora.Lora(cfg, in_axes, out_axes, tuple(order), layer, key)  # pyright: ignore[reportAttributeAccessIssue]
   object.__setattr__(layer, "__class__", lora.adapted(type(layer)))
 
 

@@ -18,11 +18,13 @@ from maxghost.models import dense, layers
 
 
 class Lora(nnx.Module):
-  """scale (x a) b for x [..., *I], with Params a [d, r] and b [r, *O]; the child `lora` of a dense layer."""
+  """scale (x a) b for x [..., *I], with Params a [d, r] and b [r, *O]; the child `lora` of a dense layer, which
+  drops out a share `dropout` of x and transposes x and the product by `order`, see `einsum_order`."""
 
-  def __init__(self, cfg: AdapterConfig, kernel: nnx.Param, in_axes: int, out_axes: int, layer: Any, key):
-    self.a, self.b = params(cfg, key, kernel, in_axes, out_axes)
+  def __init__(self, cfg: AdapterConfig, in_axes: int, out_axes: int, order: tuple, layer: Any, key):
+    self.a, self.b = params(cfg, key, layer.kernel, in_axes, out_axes)
     self.scale, self.in_axes, self.out_axes = cfg.scale, in_axes, out_axes
+    self.dropout, self.order = cfg.lora_dropout, order
     self.dtype, self.precision = layer.dtype, layer.precision
 
   def __call__(self, x):
@@ -55,15 +57,12 @@ def params(cfg: AdapterConfig, key, kernel: nnx.Param, in_axes: int, out_axes: i
   return a, b
 
 
-ATTRIBUTES = ("lora", "lora_dropout", "lora_order")  # of a layer with an adapter; the last is of `einsum_order`
-
-
 @functools.cache
 def adapted(layer_type: type) -> type:
   """The class of such a layer with an adapter."""
 
   def call(self, x):
-    z, (before, after) = dropped(x, self.lora_dropout), self.lora_order or ((), ())
+    z, (before, after) = dropped(x, self.lora.dropout), self.lora.order
     y = self.lora(z.transpose(before) if before else z)
     return layer_type.__call__(self, x) + (y.transpose(after) if after else y)
 

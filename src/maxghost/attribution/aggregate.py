@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.attribution.statistics import block_edges
+from maxghost.attribution.statistics import block_edges, exposure_half_width
 from maxghost.scorelog.format import TEXTS, Modules
 from maxghost.scorelog.reader import ScoreLog
 
@@ -25,17 +25,17 @@ class Groups:
   """Sums per group, sorted by key.
 
   keys: the columns that name a group, int64 [G] or texts. exposures: number of rows. share: sum of the shares of the
-  batch losses. loss_tokens: sum of loss times tokens, nats. contribution_GK: nats. square_GK: sum of the squared
-  contributions. in_all_GK: as `ScoreLog.in_all`, NaN where unknown.
+  batch losses. loss: mean nats per token, NaN without tokens. contribution_GK: nats, with their 95 % half_width_GK.
+  in_all_GK: as `ScoreLog.in_all`, NaN where unknown.
   """
 
   keys: dict[str, np.ndarray]
   exposures: np.ndarray
   tokens: np.ndarray
   share: np.ndarray
-  loss_tokens: np.ndarray
+  loss: np.ndarray
   contribution_GK: np.ndarray
-  square_GK: np.ndarray
+  half_width_GK: np.ndarray
   in_all_GK: np.ndarray
 
   def __len__(self) -> int:
@@ -59,14 +59,12 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, s
   num_left_out = 0
   for shard, rows in log.blocks():
     finite = np.isfinite(rows["contribution"]).all(-1)
-    if not finite.all():
-      num_left_out += int((~finite).sum())
-      rows = rows[finite]
+    num_left_out += np.count_nonzero(~finite)
+    rows = rows[finite]
     if where is not None:
       rows = rows[where(shard, rows)]
     if scaling is not None:
       steps, factor_SK = scaling
-      rows = rows.copy()
       for name in ("contribution", "dot"):
         rows[name] *= factor_SK[np.searchsorted(steps, rows["step"])]
     for accumulator in accumulators:
@@ -103,8 +101,7 @@ class GroupSums:
 
   def result(self) -> Groups:
     """Sorted by key: domain, then path, then offset; or step; or a field."""
-    num_sets = len(self._log.val_sets)
-    none = np.zeros((len(self._columns), 0), np.int64), np.zeros((0, 4 + 3 * num_sets))
+    none = np.zeros((len(self._columns), 0), np.int64), np.zeros((0, 4 + 3 * len(self._log.val_sets)))
     key_CG, sums = self._merged() if self._parts else none
     keys = dict(zip(self._columns, key_CG, strict=True))
     ranks = dict(keys)
@@ -113,8 +110,10 @@ class GroupSums:
       ranks[name] = rank[keys[name]]  # so that sorting compares no texts
       keys[name] = table.astype(object)[ranks[name]]
     exposures, tokens = sums[:, :2].T.astype(np.int64)
-    per_set = [sums[:, start : start + num_sets] for start in range(4, sums.shape[1], num_sets)]
-    groups = Groups(keys, exposures, tokens, sums[:, 2], sums[:, 3], *per_set)
+    loss = sums[:, 3] / np.where(tokens > 0, tokens, np.nan)
+    total_GK, square_GK, in_all_GK = np.split(sums[:, 4:], 3, axis=1)
+    half_width_GK = exposure_half_width(exposures[:, None], total_GK, square_GK)
+    groups = Groups(keys, exposures, tokens, sums[:, 2], loss, total_GK, half_width_GK, in_all_GK)
     return groups.take(np.lexsort([ranks[name] for name in reversed(self._columns)]))
 
 

@@ -90,7 +90,7 @@ class Corpus:
         rows = dataclasses.replace(rows, document=np.where(known, rows.document, -1))
       for start in range(0, len(chosen), num_rows):
         numbers = np.arange(start, start + num_rows)
-        batch = self._filled(rows, chosen[numbers % len(chosen)], num_rows)
+        batch = self._batch(rows, chosen[numbers % len(chosen)])
         batch.document_BS[numbers >= len(chosen)] = -1
         yield batch
 
@@ -100,16 +100,14 @@ class Corpus:
     rows = self._rows(np.flatnonzero(number_N == self.source.domains.index(domain))[:BLOCK_DOCUMENTS])
     if not len(rows):
       raise ConfigError(f"--queries: '{domain}' holds no text to query with")
-    return self._filled(rows, np.arange(min(num_rows, len(rows))), num_rows), len(rows)
+    batch = self._batch(rows, np.arange(min(num_rows, len(rows))))
+    below = (0, num_rows - len(batch.epoch_B)), (0, 0)
+    arrays = {name: np.pad(v, below) for name, v in batch.arrays.items()}
+    document_BS, offset_BS = (np.pad(v, below, constant_values=-1) for v in (batch.document_BS, batch.offset_BS))
+    return Batch(arrays, document_BS, offset_BS, np.pad(batch.epoch_B, below[0])), len(rows)
 
   def _rows(self, indices: np.ndarray) -> Rows:
     return packing.pack(self.units.encode_documents(indices), self.layout, lambda size, _: np.arange(size))
 
-  def _filled(self, rows: Rows, numbers: np.ndarray, num_rows: int) -> Batch:
-    batch = packing.fill([(rows, int(number), 0) for number in numbers], self.layout, self.tokenizer.pad_id)
-    if not (missing := num_rows - len(numbers)):
-      return batch
-    below = ((0, missing), (0, 0))
-    arrays = {name: np.pad(v, below) for name, v in batch.arrays.items()}
-    document_BS, offset_BS = (np.pad(v, below, constant_values=-1) for v in (batch.document_BS, batch.offset_BS))
-    return Batch(arrays, document_BS, offset_BS, np.pad(batch.epoch_B, (0, missing)))
+  def _batch(self, rows: Rows, numbers: np.ndarray) -> Batch:
+    return packing.fill([(rows, int(number), 0) for number in numbers], self.layout, self.tokenizer.pad_id)

@@ -163,8 +163,7 @@ class Index:
 
 def _give_back(held_NMR: Any) -> None:
   """The pages of a memory-mapped file that have been read count as resident until the system is told to drop them."""
-  if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
-    held_NMR.base.madvise(mmap.MADV_DONTNEED)
+  held_NMR.base.madvise(mmap.MADV_DONTNEED)
 
 
 def side_of(num_directions: int) -> int:

@@ -30,14 +30,20 @@ _SEED = 1402
 
 
 def twin_of(cfg: Config, layout: Layout, num_rows: int):
-  """(graph definition of the train state, objective, twin of the model that sketches batches of this layout)."""
+  """(what splits a train state into the model's parts and the optimizer, objective, twin of the model that sketches
+  batches of this layout)."""
   graphdef, abstract = state.abstract_split(cfg)
+
+  def parts_of(train_state) -> tuple[Model, nnx.Optimizer]:
+    held = nnx.merge(graphdef, train_state)
+    return Model(*nnx.split(held.model, held.optimizer.wrt, ...)), held.optimizer
+
   model, objective, length = nnx.merge(graphdef, abstract).model, create(cfg), layout.row_length
   twin = prepare_twin(
     model, objective.batch_spec(num_rows, length), objective, num_sets=1, num_positions=length,
     spec=SPEC, exclude=excluded(cfg, model),
   )  # fmt: skip
-  return graphdef, objective, twin
+  return parts_of, objective, twin
 
 
 class Less:
@@ -47,7 +53,7 @@ class Less:
   """
 
   def __init__(self, cfg: Config, layout: Layout, num_rows: int, num_directions: int):
-    graphdef, objective, twin = twin_of(cfg, layout, num_rows)
+    parts_of, objective, twin = twin_of(cfg, layout, num_rows)
     rule, num_slots = optimizers.AdamW.from_config(cfg.optimizer), layout.max_segments
     labels = [param.label for param in twin.scored]
 
@@ -61,21 +67,18 @@ class Less:
       norm_n = jnp.sqrt(jnp.square(sketch_nMR).sum((1, 2), keepdims=True))
       return sketch_nMR * (sketch_nMR.shape[-1] ** 0.5 / jnp.maximum(norm_n, jnp.finfo(norm_n.dtype).tiny))
 
-    def parts_of(train_state):
-      """(the model in its parts, its moments, the step's bias corrections)."""
-      held = nnx.merge(graphdef, train_state)
-      before = rule.read(held.optimizer)
-      return Model(*nnx.split(held.model, held.optimizer.wrt, ...)), before, rule.scalars(before.count, 1.0)[1:]
-
     def ask(key, train_state, val: tuple):
       """(steps taken, sketches [K, M, R] of the queries' gradients)."""
-      parts, before, _ = parts_of(train_state)
+      parts, optimizer = parts_of(train_state)
       found = [by_label(x) for x in passes.validation_gradients(parts, objective.validation(), val)[1]]
-      return before.count, projected(key, {label: jnp.stack([g[label] for g in found]) for label in labels})
+      gradients = {label: jnp.stack([g[label] for g in found]) for label in labels}
+      return rule.read(optimizer).count, projected(key, gradients)
 
     def sketch(key, train_state, _, batch):
       """(sketch [B, S, M, R] of each document's Adam update, tokens [B, S])."""
-      parts, before, corrections = parts_of(train_state)
+      parts, optimizer = parts_of(train_state)
+      before = rule.read(optimizer)
+      corrections = rule.scalars(before.count, 1.0)[1:]
 
       def loss(params, row, slot):
         losses, weights = objective(parts.merge(params), row)

@@ -74,7 +74,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   timeout = REQUEST_SECONDS
 
   def do_GET(self):
-    host = (self.headers.get("Host") or "").rpartition(":")[0]
+    host = (self.headers.get("Host") or "").partition(":")[0]
     if host not in (ADDRESS, "localhost"):  # a foreign page that points its name at this machine
       self.send_error(403)
     elif self.path == "/":

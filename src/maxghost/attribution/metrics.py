@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,37 +21,30 @@ class Series:
     return len(self.steps)
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict] | None]:
-  """(step, record) of each line of a metrics file; None for a line that cannot be read."""
+def read_metrics(path: Path) -> tuple[dict[str, Series], list[tuple[int, str]], list[str]]:
+  """({name: numeric metric} of metrics.jsonl, (step, text) of what the model wrote during training, what is missing or
+  unreadable); by step, of which a later record counts."""
+  if not path.is_file():
+    return {}, [], [f"{path.name} is missing: the loss curve and the speed are left out"]
+  columns: dict[str, dict[int, float]] = {}
+  samples: dict[int, str] = {}
+  unreadable = 0
   with open(path, "rb") as file:
     for line in file:
       try:
         record = json.loads(line)
-        yield int(record["step"]), record
-      except (ValueError, KeyError, TypeError):
-        yield None
-
-
-def read_metrics(path: Path) -> tuple[dict[str, Series], list[str]]:
-  """({name: numeric metric} of metrics.jsonl, the later record of a step; what is missing or unreadable)."""
-  if not path.is_file():
-    return {}, [f"{path.name} is missing: the loss curve and the speed are left out"]
-  columns: dict[str, dict[int, float]] = {}
-  records = list(_records(path))
-  for step, record in filter(None, records):
-    for name, value in record.items():
-      if name != "step" and type(value) in (int, float):
-        columns.setdefault(name, {})[step] = float(value)
-  unreadable = records.count(None)
+        step = int(record.pop("step"))
+      except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        unreadable += 1
+        continue
+      for name, value in record.items():
+        if type(value) in (int, float):
+          columns.setdefault(name, {})[step] = float(value)
+        elif name == "sample/text":
+          samples[step] = str(value)
   messages = [f"{path.name}: {unreadable} lines could not be read and were left out"] if unreadable else []
   ordered = {name: zip(*sorted(points.items()), strict=True) for name, points in columns.items()}
-  return {name: Series(*map(np.array, pairs)) for name, pairs in ordered.items()}, messages
-
-
-def read_samples(path: Path) -> list[tuple[int, str]]:
-  """(step, text) of the samples that the model wrote during training, by step."""
-  found = filter(None, _records(path)) if path.is_file() else ()
-  return sorted({step: str(record["sample/text"]) for step, record in found if "sample/text" in record}.items())
+  return {name: Series(*map(np.array, pairs)) for name, pairs in ordered.items()}, sorted(samples.items()), messages
 
 
 def thin(series: Series, num_points: int) -> Series:

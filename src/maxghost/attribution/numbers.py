@@ -18,8 +18,6 @@ def number(value: float | None, digits: int = 3, plus: bool = False) -> str:
   else:
     mantissa, exponent = f"{abs(value):.{digits - 1}e}".split("e")
     text = f"{mantissa}e{int(exponent)}".replace("-", MINUS)
-  if not text.strip("0." + THIN):
-    return "0"
   return (MINUS if value < 0 else "+" if plus else "") + text
 
 

@@ -28,7 +28,7 @@ from maxghost.data.hashing import sha256
 from maxghost.data.packing import Layout
 from maxghost.data.types import Batch
 from maxghost.ghost.low_rank import rank_one_root
-from maxghost.ghost.schedules import Model, passes
+from maxghost.ghost.schedules import passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import LanguageModelLoss, create
 from maxghost.scorelog import Writer
@@ -208,15 +208,11 @@ class Sketcher:
   """
 
   def __init__(self, cfg: Config, layout: Layout, num_rows: int, num_directions: int):
-    graphdef, objective, twin = twin_of(cfg, layout, num_rows)
+    parts_of, objective, twin = twin_of(cfg, layout, num_rows)
     rule = optimizers.direction_rule(cfg.optimizer, cfg.ghost.direction)
     rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     answer_loss = dataclasses.replace(LanguageModelLoss.of(cfg).evaluation(), num_tiles=1)
     side = index.side_of(num_directions)
-
-    def parts_of(train_state):
-      held = nnx.merge(graphdef, train_state)
-      return Model(*nnx.split(held.model, held.optimizer.wrt, ...)), held.optimizer
 
     def response_of(optimizer, grads: dict, clip_factor) -> dict:
       before = rule.read(optimizer, clip_factor=clip_factor)
@@ -268,7 +264,8 @@ class Sketcher:
 
     def sketch(key, train_state, scale, batch):
       """(sketch [B, S, M, R] of each document's gradient times s, tokens [B, S])."""
-      trained = nnx.merge(graphdef, train_state).model
+      parts, _ = parts_of(train_state)
+      trained = parts.merge(parts.params)
       _, weights_BT = objective(trained, batch)
       used_BT, target_BT = objective.units(batch)
       number_BTS = 1 + jnp.arange(layout.max_segments)[None, None]

@@ -60,7 +60,6 @@ class Answer(Frame):
     return len(next(iter(self.columns.values())))
 
   def __repr__(self) -> str:
-    """A table of the first groups."""
     columns = [[name, *map(_cell, values[:REPR_GROUPS])] for name, values in self.columns.items() if name != "text"]
     widths = [max(map(len, column)) for column in columns]
     rows = ["  ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
@@ -68,7 +67,6 @@ class Answer(Frame):
     return "\n".join([*rows, about])
 
   def for_others(self) -> dict[str, Any]:
-    """The columns, texts as valid UTF-8."""
     return {name: for_others(v) if isinstance(v, list) else v for name, v in self.columns.items()}
 
 
@@ -124,8 +122,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
   accumulators = [groups, time] if query.by == "domain" else [groups]
   notes += aggregate.scan(log, accumulators, where if where.conditions else None, _scaling(log, query.scale))
   result = groups.result()
-  total = result.contribution_GK[:, k]
-  half_width = statistics.exposure_half_width(result.exposures, total, result.square_GK[:, k])
+  half_width = result.half_width_GK[:, k]
   if query.by == "domain":
     present = np.isin(log.domains, result.keys["domain"].tolist())
     half_width = statistics.block_half_width(time.sums_DB("contribution", k)[present])
@@ -133,7 +130,7 @@ def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]
     half_width = np.full(len(result), np.nan)
   return {
     **result.keys, "chunks": result.exposures, "tokens": result.tokens, "share": result.share,
-    "loss": result.loss_tokens / np.where(result.tokens > 0, result.tokens, np.nan), "contribution": total,
+    "loss": result.loss, "contribution": result.contribution_GK[:, k],
     **({"in_all": result.in_all_GK[:, k]} if log.knows_in_all else {}), "half_width": half_width,
   }  # fmt: skip
 

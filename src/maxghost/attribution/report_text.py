@@ -62,8 +62,7 @@ def ledger_sentence(ledger: Ledger) -> str:
   """How to read the ledger, with notes on large momentum and on a large rest; or that there is none."""
   if not ledger_lines(ledger):
     return "This log holds no predicted drops of its steps, only the contributions of examples."
-  steps = counted(len(ledger.steps), "step")
-  steps += f" ({ledger.steps[0]} to {ledger.steps[-1]})" if len(ledger.steps) else ""
+  steps = f"{counted(len(ledger.steps), 'step')} ({ledger.steps[0]} to {ledger.steps[-1]})"
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples, ahead = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples"), ledger.ahead
   predicted, actual, rest, said = ledger.predicted, ledger.actual, ledger.rest, ledger.columns_sum
@@ -110,7 +109,7 @@ def helped_sentence(part: SetSummary) -> str:
   """How the documents that helped were ranked, or why there are none."""
   if not part.num_judged:
     return f"No document was scored in {MIN_CHUNKS} or more chunks, so that none has an interval to rank it by."
-  judged = f"{integer(part.num_judged)} document{'s' if part.num_judged != 1 else ''} with {MIN_CHUNKS} or more chunks"
+  judged = f"{counted(part.num_judged, 'document')} with {MIN_CHUNKS} or more chunks"
   judged += " (parts of a document that were scored in one row)"
   if not part.helped:
     return f"None of the {judged} has a 95 % interval above zero."

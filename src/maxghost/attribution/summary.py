@@ -13,7 +13,7 @@ import numpy as np
 
 from maxghost.attribution import aggregate, statistics, token_values
 from maxghost.attribution.aggregate import Groups, TimeSums
-from maxghost.attribution.metrics import Series, read_mapping, read_metrics, read_samples
+from maxghost.attribution.metrics import Series, read_mapping, read_metrics
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
 from maxghost.config import ConfigError
@@ -194,7 +194,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   documents = aggregate.GroupSums(log, "document")
   left_out = aggregate.scan(log, [time, documents])
   groups = documents.result()
-  metrics, messages = read_metrics(log.run_dir / "metrics.jsonl")
+  metrics, samples, messages = read_metrics(log.run_dir / "metrics.jsonl")
   messages = [*log.messages, *messages, *(left_out or _check_sums(log, time))]
   picked = [_pick(groups, k, num_documents) for k in range(len(log.val_sets))]
   keys = [groups.take(np.unique(np.concatenate(list(lists.values())))).document_ids() for lists in picked]
@@ -225,7 +225,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(known) or len(steps),
     num_documents=len(groups), num_tokens=num_tokens, facts=_facts(log, metrics, counts),
     config=read_mapping(log.run_dir / "config.yml"), passes=_passes(time),
-    duplicates=_duplicates(source and source.dataset, groups), samples=read_samples(log.run_dir / "metrics.jsonl"),
+    duplicates=_duplicates(source and source.dataset, groups), samples=samples,
   )  # fmt: skip
 
 
@@ -236,8 +236,7 @@ def _is_judged(groups: Groups) -> np.ndarray:
 
 def _pick(groups: Groups, k: int, num_documents: int) -> dict[str, np.ndarray]:
   """{list of SetSummary: indices of its documents}."""
-  total = groups.contribution_GK[:, k]
-  half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
+  total, half_width = groups.contribution_GK[:, k], groups.half_width_GK[:, k]
   picked = {
     "top": np.argsort(-total, kind="stable")[: min(num_documents, (len(groups) + 1) // 2)],
     "bottom": np.argsort(total, kind="stable")[: min(num_documents, len(groups) // 2)],
@@ -264,10 +263,8 @@ def _domains(time: TimeSums, k: int) -> list[Value]:
 
 
 def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]:
-  total = groups.contribution_GK[:, k]
-  half_width = statistics.exposure_half_width(groups.exposures, total, groups.square_GK[:, k])
-  loss = groups.loss_tokens / np.where(groups.tokens > 0, groups.tokens, NAN)
-  columns = (groups.exposures, groups.tokens, loss, total, half_width, groups.in_all_GK[:, k])
+  per_set = (values_GK[:, k] for values_GK in (groups.contribution_GK, groups.half_width_GK, groups.in_all_GK))
+  columns = (groups.exposures, groups.tokens, groups.loss, *per_set)
   rows, values = zip(*(column.tolist() for column in columns), strict=True), []
   for key, (*numbers, in_all) in zip(groups.document_ids(), rows, strict=True):
     text = texts.get(key)

@@ -47,8 +47,6 @@ def write(folder: Path, texts: Iterable[tuple[int, str]], num_chunks: int) -> st
 
 
 class Words:
-  """A file that is open."""
-
   def __init__(self, folder: Path, num_chunks: int):
     with np.load(folder / FILE) as file:
       self._ends_W, self._chunk_P, self._weight_P = file["ends"], file["chunk"], file["weight"]

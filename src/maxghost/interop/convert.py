@@ -98,10 +98,11 @@ def written(
 ) -> Iterator[Path]:  # fmt: skip
   """Writes the new folder `out` and yields it, under its temporary name, for what goes beside the tree.
 
-  has_level: whether the tree gets a folder `items`; None: as the source. options: of `check_written`.
-  Raises LayoutError where the disk cannot hold it, estimated from the stored size of the source.
+  has_level: whether the tree gets a folder `items`; None: as the source. options: of `check_written`. Raises
+  LayoutError for a folder that exists, and where the disk cannot hold it, estimated from the source's stored size.
   """
   raw = checkpoint.raw
+  check_target(raw, out)
   everything = sum(array.nbytes for array in raw.arrays().values())
   stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
   needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))

@@ -25,8 +25,6 @@ _Placed = tuple[TreePath, tuple[Ref, ...], int | None]  # path, parts and stacki
 
 @dataclass(frozen=True)
 class Target:
-  """What to write."""
-
   layout: str
   layers: str = KEEP  # keep, scanned, unscanned or integer
   scan_axis: int | None = None  # None = the layout's own

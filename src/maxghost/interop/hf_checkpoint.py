@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxghost import config
-from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, nearest_beside
@@ -21,7 +21,7 @@ from maxghost.interop import gguf, huggingface, huggingface_config, merge, model
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, check_written, new_folder, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import check_unscaled
+from maxghost.interop.linen_scaling import read_unscaled
 from maxghost.interop.safetensors_files import open_tensors, write_tensors
 
 _SHARD_BYTES = 5_000_000_000
@@ -52,7 +52,6 @@ def import_model(
   model_path.tokenizer_keys(source, cfg.model.vocab_size)  # a wrong one is named before anything is written
   raw = huggingface.tree_of(tensors, cfg.model, source)
   checkpoint = read_checkpoint(raw)
-  check_target(raw, target)
   plan = make_plan(checkpoint, Target.of(cfg.model))
   say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
   with written(checkpoint, plan, target, has_level=True, params_only=True, ram_bytes=ram_bytes) as temporary:
@@ -82,8 +81,7 @@ def export_model(
   place, cfg, adapter = model_path.with_base(place, model_path.configured(place, source, cfg), str(adapter))
   raw = open_tree(place.tree)
   raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  check_unscaled(checkpoint, cfg.model)
+  checkpoint = read_unscaled(raw, cfg.model)
   kept = {leaf: ref for leaf, ref in checkpoint.params.leaves.items() if leaf[0][0] != "mtp_block"}
   if further := len(checkpoint.params.leaves) - len(kept):
     say(f"left out: {further} arrays of multi-token prediction, for which Hugging Face's formats have no place")

@@ -127,8 +127,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   known = tensors
   if not any(name.startswith(theirs.prefix) for name in tensors):  # a file of the bare model leaves the first level out
     known = {name if name == _HEAD else theirs.prefix + name: tensor for name, tensor in tensors.items()}
-  parts: dict[TreePath, list[StoredArray]] = {}
-  rules: dict[TreePath, tuple[Rule, int]] = {}
+  parts: dict[TreePath, tuple[Rule, int, list[StoredArray]]] = {}
   missing, wrong, used, embedding = [], [], set(), None
   for rule, layer, _, name in table(model):
     used.add(name)
@@ -141,8 +140,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
       embedding = tensor
     for which, param in enumerate(rule.paths):
       path = tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
-      parts.setdefault(path, []).append(tensor)
-      rules[path] = (rule, which)
+      parts.setdefault(path, (rule, which, []))[2].append(tensor)
   unknown = [name for name in known if name not in used and not any(re.fullmatch(x, name) for x in theirs.ignored)]
   if _HEAD in unknown and model.logits_via_embedding and embedding:
     both = known[_HEAD], embedding
@@ -152,12 +150,12 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
   problems = [f"{origin} {what} {listed(x, _MOST_NAMES)}" for what, x in found.items() if x]
   if problems or wrong:
     raise LayoutError(*problems, *wrong[:_MOST_NAMES])
-  nodes: dict[TreePath, Any] = {path: _stored(path, held, *rules[path]) for path, held in parts.items()}
+  nodes: dict[TreePath, Any] = {path: _stored(path, *part) for path, part in parts.items()}
   metadata = {"scan_layers": False, RECORD: {"layout": PARAMS, "values_from": "maxghost"}}
   return RawTree(nodes, str(origin), {"custom_metadata": metadata}, None, Location(item=origin, step=origin))
 
 
-def _stored(path: TreePath, tensors: list[StoredArray], rule: Rule, which: int) -> StoredArray:
+def _stored(path: TreePath, rule: Rule, which: int, tensors: list[StoredArray]) -> StoredArray:
   """One parameter as an array; its tensors are opened when it is read."""
   dtypes = sorted({tensor.dtype.name for tensor in tensors})
   if len(dtypes) > 1:

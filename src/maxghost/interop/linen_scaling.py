@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, Checkpoint, ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, StoredArray, TreePath, full_path
+from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, RawTree, StoredArray, TreePath, full_path
 from maxghost.config import ModelConfig
 from maxghost.config.arguments import Parser
 from maxghost.config.families import FAMILIES
 from maxghost.config.values import guarded, slash_path
-from maxghost.interop.convert import check_target, written
+from maxghost.interop.convert import written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
 
@@ -36,12 +36,14 @@ def is_query(path: TreePath) -> bool:
   return without_value(path)[-2:] in (("query", "kernel"), ("query", "bias"))
 
 
-def check_unscaled(checkpoint: Checkpoint, model: ModelConfig) -> None:
-  """Raises LayoutError for MaxText's query weights, unless MaxText's model of this family leaves them as they are."""
+def read_unscaled(raw: RawTree, model: ModelConfig) -> Checkpoint:
+  """Reads any layout. Raises LayoutError for query weights of MaxText, unless this family has the same in both."""
+  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   pairs = " --rope_pairs" if model.rope_type == "llama3.1" else ""
   if checkpoint.values_from == MAXTEXT and (pairs or FAMILIES[model.decoder_block].maxtext_scales_queries is not False):
-    said = f"{checkpoint.raw.origin} holds query weights as MaxText wants them"
+    said = f"{raw.origin} holds query weights as MaxText wants them"
     raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to {MAXGHOST}{pairs}")
+  return checkpoint
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
@@ -87,7 +89,6 @@ def rescale_checkpoint(
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
   out = full_path(target_path)
-  check_target(raw, out)
   layout = NNX if checkpoint.layout == NNX_OLD else checkpoint.layout
   plan = make_plan(checkpoint, Target(layout, wrapped=checkpoint.wrapped or None))
   if not (queries := [leaf for leaf in plan.leaves if is_query(leaf.path)]):

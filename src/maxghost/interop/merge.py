@@ -19,7 +19,7 @@ from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.huggingface_config import differing
-from maxghost.interop.linen_scaling import check_unscaled
+from maxghost.interop.linen_scaling import read_unscaled
 
 
 def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, dict[str, np.ndarray]]:
@@ -67,8 +67,7 @@ def open_merged(base: RawTree, model: ModelConfig, adapter: str | Path, say: Cal
 
 def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: peft.Arrays) -> RawTree:
   """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits."""
-  found, problems, checkpoint = peft.unstack(arrays, model), [], read_checkpoint(base, ReadOptions(keep_unknown=True))
-  check_unscaled(checkpoint, model)
+  found, problems, checkpoint = peft.unstack(arrays, model), [], read_unscaled(base, model)
   held = _held_in_few_bits(model, settings.base_qtype) if settings.base_qtype else {}
   changed: dict[StoredArray, tuple[int, dict]] = {}  # the layer axis, and what each layer becomes
   for (path, layer), ref in checkpoint.params.leaves.items():

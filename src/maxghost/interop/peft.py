@@ -199,9 +199,8 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
     problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
   if problems:
     raise LayoutError(*(f"{origin}: {text}" for text in problems))
-  assert rank is not None and alpha is not None
   dropout, use_rslora = float(config.get("lora_dropout") or 0), bool(config.get("use_rslora"))
-  return Settings(rank, float(alpha), dropout, use_rslora, config=config)
+  return Settings(config["r"], float(config["lora_alpha"]), dropout, use_rslora, config=config)
 
 
 def _rank(place: Place, settings: Settings, origin: Path) -> int:

@@ -22,10 +22,10 @@ from maxghost.config.values import guarded
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import model_path
-from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, written
+from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import check_unscaled
+from maxghost.interop.linen_scaling import read_unscaled
 
 _PIECE = 1 << 22
 
@@ -40,8 +40,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
   from maxghost import models
   from maxghost.adapters.quantized import NAMES, matrix_axes, places
 
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  check_unscaled(checkpoint, model)
+  checkpoint = read_unscaled(raw, model)
   plain = nnx.eval_shape(lambda: models.create(dataclasses.replace(model, quantization=""), rngs=nnx.Rngs(0)))
   found = {
     re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
@@ -125,7 +124,6 @@ def quantize_checkpoint(
     raise LayoutError(f"{source} holds adapters; merge them first: maxghost checkpoint hf export {source} FOLDER")
   given = {"load_parameters_path": str(target), "load_full_state_path": ""}
   cfg = config.replace(cfg, quantization=quantization, run_name=target.name, **given)
-  check_target(open_tree(place.tree), target)
   made = read_checkpoint(quantized(open_tree(place.tree), cfg.model, quantization), ReadOptions(keep_unknown=True))
   plan = make_plan(made, Target.of(cfg.model))
   with written(made, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:

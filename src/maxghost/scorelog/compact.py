@@ -10,7 +10,7 @@ import numpy as np
 from maxghost.config.files import sync
 from maxghost.scorelog import format as fmt
 from maxghost.scorelog.reader import load
-from maxghost.scorelog.shard import DamagedShard, Shard, write_shard
+from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
 ROWS_PER_FILE = 8_000_000
 
@@ -43,17 +43,12 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
 
 def _left_behind(shards: list[Shard]) -> list[Path]:
   """Files of a command or run that was killed: those whose steps another one holds, and partial ones."""
-  if not shards:
-    return []
   folder, kept = shards[0].path.parent, {shard.path for shard in shards}
-  spans = [(shard.process_index, shard.first_step, shard.last_step) for shard in shards]
   found = list(folder.glob(".dot_prod_log_iter_*.tmp"))
   for path in folder.glob("*.npz"):
     if path not in kept and fmt.parse_shard_name(path.name):
       with contextlib.suppress(DamagedShard):  # it stays, named by every reader
-        old = Shard(path)
-        own = [span for span in spans if span[0] == old.process_index]
-        found += [path] * any(first <= old.first_step and old.last_step <= last for _, first, last in own)
+        found += [path] * all(shard.path != path for shard in drop_covered([*shards, Shard(path)]))
   return found
 
 

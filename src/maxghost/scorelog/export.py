@@ -20,7 +20,7 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   pa, parquet = (import_package(name, "--export parquet", "scores") for name in ("pyarrow", "pyarrow.parquet"))
   about = {"val_sets": log.val_sets, "objective": log.objective, "ledger": log.ledger, "units": log.units}
   metadata = {"maxghost": json.dumps(about | {name: log.said_of(name) for name in ("direction", "fingerprint")})}
-  steps = iter([columns_of(log.steps, log.val_sets)])
+  steps = iter([columns_of({name: log.steps[name] for name in log.steps.dtype.names or ()}, log.val_sets)])
   sources, written = {"rows": _row_tables(pa, log), "steps": steps, "modules": _modules(log)}, []
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,6 @@ def _modules(log: ScoreLog) -> Iterator[dict]:
   """Long form, one row per step, module, layer and domain, without the cells that do not exist."""
   for part in log.modules():
     step, module, layer, domain = np.nonzero(np.isfinite(part.contribution_SMLDK).any(-1))
-    array = np.zeros(len(step), [("layer", "<i4"), ("contribution", "<f4", (len(log.val_sets),))])
-    array["layer"], array["contribution"] = layer, part.contribution_SMLDK[step, module, layer, domain]
     names = {"module": np.array(part.names)[module].tolist(), "domain": np.array(part.domains)[domain].tolist()}
-    yield {"step": part.steps[step], **names, **columns_of(array, log.val_sets)}
+    values = {"layer": layer.astype(np.int32), "contribution": part.contribution_SMLDK[step, module, layer, domain]}
+    yield {"step": part.steps[step], **names, **columns_of(values, log.val_sets)}

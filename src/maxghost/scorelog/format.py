@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib import recfunctions
 
 from maxghost.config import ConfigError
 from maxghost.config.files import read_table
@@ -78,17 +79,16 @@ def unmeasured_steps(step, num_sets: int, ledger: Sequence[str] = LEDGER) -> np.
 def with_ledger(steps: np.ndarray, num_sets: int, ledger: Sequence[str]) -> np.ndarray:
   """Step records in the layout of this schema with this ledger; columns they do not have are NaN."""
   array = unmeasured_steps(steps["step"], num_sets, ledger)
-  for name in set(array.dtype.names or ()) & set(steps.dtype.names or ()):
-    array[name] = steps[name]
+  recfunctions.assign_fields_by_name(array, steps, zero_unassigned=False)
   return array
 
 
-def columns_of(array: np.ndarray, val_sets: Sequence[str]) -> dict[str, np.ndarray]:
-  """The columns of a structured array; those of K > 1 validation sets one by one, as `contribution[name]`."""
+def columns_of(arrays: Mapping[str, np.ndarray], val_sets: Sequence[str]) -> dict[str, np.ndarray]:
+  """The columns, [N] or [N, K]; those of K > 1 validation sets one by one, as `contribution[name]`."""
   columns = {}
-  for name in array.dtype.names or ():
-    names = [f"{name}[{val_set}]" for val_set in val_sets] if array[name].ndim > 1 and len(val_sets) > 1 else [name]
-    values = np.reshape(array[name], (len(array), len(names)))
+  for name, values in arrays.items():
+    names = [f"{name}[{val_set}]" for val_set in val_sets] if values.ndim > 1 and len(val_sets) > 1 else [name]
+    values = np.reshape(values, (len(values), len(names)))
     columns |= {one: np.ascontiguousarray(values[:, k]) for k, one in enumerate(names)}
   return columns
 

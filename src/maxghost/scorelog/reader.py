@@ -146,12 +146,10 @@ class ScoreLog(fmt.Frame):
 
   def columns_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
     """The columns of some rows, set by set, with `in_all` where the log knows it; texts are indices."""
-    columns = fmt.columns_of(rows[[*self.columns]], self.val_sets)
+    arrays = {name: rows[name] for name in self.columns}
     if self.knows_in_all:
-      later = np.zeros(len(rows), [("in_all", "<f4", (len(self.val_sets),))])
-      later["in_all"] = self.in_all(rows)
-      columns |= fmt.columns_of(later, self.val_sets)
-    return columns
+      arrays["in_all"] = self.in_all(rows).astype(np.float32)
+    return fmt.columns_of(arrays, self.val_sets)
 
   @functools.cached_property
   def knows_in_all(self) -> bool:

@@ -40,12 +40,9 @@ class DamagedShard(ConfigError):
 
 
 def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], steps: np.ndarray,
-                modules: fmt.Modules | None, rows: np.ndarray | Iterable[np.ndarray],
-                num_rows: int | None = None) -> None:  # fmt: skip
-  """Writes one file, whole or not at all. meta: the header. rows: records of `format.row_dtype`, one array or blocks
-  with `num_rows` rows together; they point into `tables`: of domain, path and the fields that the header names. steps:
-  records of `format.step_dtype`."""
-  blocks, num_rows = ([rows], len(rows)) if isinstance(rows, np.ndarray) else (rows, num_rows)
+                modules: fmt.Modules | None, blocks: Iterable[np.ndarray], num_rows: int) -> None:  # fmt: skip
+  """Writes one file, whole or not at all. meta: the header. steps: records of `format.step_dtype`. blocks: `num_rows`
+  records of `format.row_dtype` in all, which point into `tables`: of domain, path and the fields of the header."""
   members: dict[str, Any] = {"meta": np.array(json.dumps(meta))}
   members |= {f"{name}_table": np.array([*texts], np.str_) for name, texts in tables.items()} | {"steps": steps}
   if modules is not None:
@@ -74,7 +71,6 @@ def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], ste
 
 
 def _checksum(file: BinaryIO, size: int) -> int:
-  """CRC-32 of the first `size` bytes."""
   file.seek(0)
   checksum = 0
   while size > 0:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.lib import recfunctions
 
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.files import sealed, sync, write_whole
@@ -101,11 +102,8 @@ class Interval:
     """The steps of a file up to `last_step`; fields that the file does not have are empty."""
     interval = cls(len(shard.val_sets), ledger, shard.before, fields, shard.parts)
     steps, rows, modules = fmt.with_ledger(shard.steps, len(shard.val_sets), ledger), shard.rows(), shard.modules
-    rows = rows[rows["step"] <= last_step]
-    array = np.zeros((len(rows),), interval._dtype)
-    for name in set(array.dtype.names or ()) & set(rows.dtype.names or ()):
-      array[name] = rows[name]
-    interval.steps, interval.rows = [steps[steps["step"] <= last_step]], [array]
+    interval.steps = [steps[steps["step"] <= last_step]]
+    interval.rows = [recfunctions.require_fields(rows[rows["step"] <= last_step], interval._dtype)]
     known = (*fmt.TEXTS, *shard.fields)
     for name, table in interval.tables.items():
       table.update({str(text): i for i, text in enumerate(shard.texts(name) if name in known else [""])})
@@ -268,11 +266,12 @@ class Writer:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
     path = self._path(interval.last_step)
     meta = self._about | {"first_step": interval.first_step, "last_step": interval.last_step}
-    steps, rows, modules = np.concatenate(interval.steps), np.concatenate(interval.rows), interval.modules
+    meta |= {"before": interval.before, "closed": closed}
+    steps, num_rows = np.concatenate(interval.steps), sum(map(len, interval.rows))
     self.folder.mkdir(parents=True, exist_ok=True)
-    header = meta | {"before": interval.before, "closed": closed}
-    write_shard(path, header, interval.tables, steps, fmt.Modules.joined(modules), rows)
-    self._note(interval.last_step, interval.before[0] + len(steps), interval.before[1] + len(rows))
+    modules = fmt.Modules.joined(interval.modules)
+    write_shard(path, meta, interval.tables, steps, modules, interval.rows, num_rows)
+    self._note(interval.last_step, interval.before[0] + len(steps), interval.before[1] + num_rows)
     if interval.replaced not in (None, path):
       interval.replaced.unlink(missing_ok=True)
     interval.replaced = path

@@ -5,7 +5,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from maxghost.serving.engine import DecodeState, Engine, Prefix, Result
 from maxghost.serving.sampling import TOP, Sampling
@@ -86,15 +86,16 @@ class Row:
 class Job:
   """A submitted request: iterate over its pieces, once; the last has `finish`. Every method is thread-safe."""
 
-  def __init__(self, request: Request, prefix: Prefix, row: Row):
+  def __init__(self, request: Request, prefix: Prefix, row: Row, put: Callable[[Piece], None] | None = None):
     self.request, self.prefix, self.cancelled = request, prefix, False
     self._row, self._ids, self._over = row, [], False
-    self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    self.put = put or self._pieces.put
 
   def __iter__(self) -> Iterator[Piece]:
     """Blocks until the next piece."""
     while not self._over:
-      piece = self.pieces.get()
+      piece = self._pieces.get()
       self._over = bool(piece.finish)
       yield piece
 
@@ -154,18 +155,14 @@ class Batcher:
 
   @property
   def counters(self) -> Counters:
-    """The current values."""
     with self._changed:
       running = len(self._running) + (self._reading is not None)
       return dataclasses.replace(self._counters, running=running, waiting=len(self._waiting))
 
-  def warm_up(self) -> None:
-    """Compiles all that requests can need; before the first `submit`."""
-    self._engine.warm_up(self._params)
-
-  def submit(self, request: Request) -> Job:
-    """Queues a request. Raises QueueFull, Closed, and ValueError for what cannot be served (an empty prompt, one longer
-    than the cache, an id outside the vocabulary, logprobs above TOP): a line for the client, with the limit."""
+  def submit(self, request: Request, put: Callable[[Piece], None] | None = None) -> Job:
+    """Queues a request. put: takes the pieces, at once and in the Batcher's thread; None: the Job keeps them. Raises
+    QueueFull, Closed, and ValueError for what cannot be served (an empty prompt, one longer than the cache, an id
+    outside the vocabulary, logprobs above TOP): a line for the client, with the limit."""
     prefix = self._engine.open(request.prompt, request.sampling, seed=request.seed, top=request.logprobs)
     num, size = len(request.prompt), self._engine.cache_size
     if not 1 <= request.max_tokens <= size - num:
@@ -174,7 +171,7 @@ class Batcher:
     if not 0 <= request.logprobs <= TOP:
       raise ValueError(f"logprobs={request.logprobs}: 0 to {TOP}")
     stop_ids = () if request.ignore_stop_ids else self._stop_ids
-    job = Job(request, prefix, Row(self._tokenizer, stop_ids, request.stop, request.prompt))
+    job = Job(request, prefix, Row(self._tokenizer, stop_ids, request.stop, request.prompt), put)
     with self._changed:
       if self._closing or self.failure:
         raise Closed(self.failure or "no more requests are taken: the server is stopping")
@@ -278,7 +275,7 @@ class Batcher:
     self._counters.done += piece.finish in ("stop", "length")
     self._counters.cancelled += piece.finish == "cancelled"
     self._counters.failed += piece.finish == "error"
-    job.pieces.put(piece)
+    job.put(piece)
 
 
 def _failed(error: Exception) -> Piece:

@@ -45,11 +45,11 @@ _HEADERS["Content-Security-Policy"] = f"{_POLICY}form-action 'none'; frame-ances
 
 class Server:
   """The ASGI application `app` for one model. api_key: what clients must send; "" = none, and then only programs and
-  pages of this machine are answered. seconds: most time of a request. threads: most jobs at once."""
+  pages of this machine are answered. seconds: most time of a request."""
 
-  def __init__(self, served: Served, *, api_key: str = "", seconds: float = 600.0, threads: int = 512):
+  def __init__(self, served: Served, *, api_key: str = "", seconds: float = 600.0):
     self._served, self._key, self._seconds, self._since = served, api_key, seconds, int(time.time())
-    self._readers, self._finder, self._asked = ThreadPoolExecutor(threads), ThreadPoolExecutor(1), 0
+    self._finder, self._asked = ThreadPoolExecutor(1), 0
     complete, chat = (functools.partial(self._generate, fields) for fields in (requests.COMPLETION, requests.CHAT))
     posts = {"/v1/completions": complete, "/v1/chat/completions": chat, "/v1/sources": self._ask}
     gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._models, "/metrics": self._metrics}
@@ -126,24 +126,29 @@ class Server:
 
   async def _generate(self, fields: dict[str, tuple], request: HTTPRequest) -> Response:
     body, served = await _body(request), self._served
+    loop, events = asyncio.get_running_loop(), asyncio.Queue()
+
+    def put(number: int, piece: Piece) -> None:  # in the batcher's thread
+      with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(events.put_nowait, (number, piece))
 
     def begin() -> tuple[Answer, list[Job]]:
       values = requests.read(body, fields, served.name)
       prompts = requests.prompts_of(values, served)
       asked = requests.requests_of(values, prompts, served)
-      return Answer(served, values, len(asked), sum(map(len, prompts))), self._submit(asked)
+      return Answer(served, values, len(asked), sum(map(len, prompts))), self._submit(asked, put)
 
     answer, jobs = await asyncio.to_thread(begin)  # long texts take their time
-    pieces = self._pieces(request, jobs)
+    pieces = self._pieces(request, jobs, events)
     if answer.streams:
       return _Stream(answer.events(pieces), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
     return JSONResponse(await answer.whole(pieces))
 
-  def _submit(self, asked: Sequence[requests.Request]) -> list[Job]:
+  def _submit(self, asked: Sequence[requests.Request], put: Callable[[int, Piece], None]) -> list[Job]:
     jobs: list[Job] = []
     try:
-      for one in asked:
-        jobs.append(self._served.batcher.submit(one))
+      for number, one in enumerate(asked):
+        jobs.append(self._served.batcher.submit(one, functools.partial(put, number)))
       return jobs
     except (QueueFull, Closed, ValueError) as error:
       for job in jobs:
@@ -151,29 +156,21 @@ class Server:
       code, status = {QueueFull: ("queue_full", 429), Closed: ("unavailable", 503)}.get(type(error), (None, 400))
       raise Refused(str(error), code=code, status=status, **({"Retry-After": "1"} if code else {})) from error
 
-  async def _pieces(self, request: HTTPRequest, jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Piece]]:
+  async def _pieces(self, request: HTTPRequest, jobs: Sequence[Job], events: asyncio.Queue) -> AsyncIterator:
     """(number of a job, its next piece), as they come. Raises Refused and ClientDisconnect."""
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-
-    def read(number: int, job: Job) -> None:
-      for piece in job:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-          loop.call_soon_threadsafe(queue.put_nowait, (number, piece))
 
     async def leave() -> None:
       while (await request.receive())["type"] != "http.disconnect":
         pass
-      queue.put_nowait(ClientDisconnect())
+      events.put_nowait(ClientDisconnect())
 
     said = f"not finished within the {self._seconds:g} s of a request; ask for fewer tokens"
     late = Refused(said, code="timeout", status=504, **{"X-Should-Retry": "false"})
-    timer, left = loop.call_later(self._seconds, queue.put_nowait, late), asyncio.create_task(leave())
+    timer = asyncio.get_running_loop().call_later(self._seconds, events.put_nowait, late)
+    left, running = asyncio.create_task(leave()), len(jobs)
     try:
-      for number, job in enumerate(jobs):
-        self._readers.submit(read, number, job)
-      running = len(jobs)
       while running:
-        event = await queue.get()
+        event = await events.get()
         if isinstance(event, Exception):
           raise event
         if event[1].finish == "error":

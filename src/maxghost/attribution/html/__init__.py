@@ -95,13 +95,12 @@ def _spans(marked: Marked) -> list[tuple[str, str, str]]:
   """(text, class, worth) of stretches of one colour; pieces worth little have no class."""
   largest = float(np.abs(marked.values).max()) or 1.0
   levels = (np.sign(marked.values) * np.ceil(np.abs(marked.values) / largest * MARK_LEVELS - 0.5)).astype(int)
-  spans, start = [], 0
-  for level, stretch in itertools.groupby(levels.tolist()):
-    end = start + len(list(stretch))
+  spans = []
+  pieces = zip(levels.tolist(), marked.pieces, marked.values.tolist(), strict=True)
+  for level, stretch in itertools.groupby(pieces, key=lambda piece: piece[0]):
+    _, texts, values = zip(*stretch, strict=True)
     kind = f"{'up' if level > 0 else 'down'}{abs(level)}" if level else ""
-    worth = f"{number(float(marked.values[start:end].sum()), 2, plus=True)} nats"
-    spans.append(("".join(marked.pieces[start:end]), kind, worth))
-    start = end
+    spans.append(("".join(texts), kind, f"{number(sum(values), 2, plus=True)} nats"))
   return spans
 
 
