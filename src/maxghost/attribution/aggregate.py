@@ -59,12 +59,14 @@ def scan(log: ScoreLog, accumulators: Sequence, where: Callable | None = None, s
   num_left_out = 0
   for shard, rows in log.blocks():
     finite = np.isfinite(rows["contribution"]).all(-1)
-    num_left_out += np.count_nonzero(~finite)
-    rows = rows[finite]
+    if not finite.all():
+      num_left_out += np.count_nonzero(~finite)
+      rows = rows[finite]
     if where is not None:
       rows = rows[where(shard, rows)]
     if scaling is not None:
       steps, factor_SK = scaling
+      rows = rows.copy()
       for name in ("contribution", "dot"):
         rows[name] *= factor_SK[np.searchsorted(steps, rows["step"])]
     for accumulator in accumulators:
