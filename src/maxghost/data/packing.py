@@ -189,18 +189,7 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
   """The batch of the rows (rows, number of the row, epoch) in `pieces`; of pairs, chosen and rejected rows in turn."""
-  rejected = [(rows.partner, number, epoch) for rows, number, epoch in pieces if rows.partner is not None]
-  chosen = _fill(pieces, layout, pad_id)
-  if not rejected:
-    return chosen
-  other = _fill(rejected, layout, pad_id)
-  in_turn = lambda one, two: np.stack((one, two), 1).reshape(-1, *one.shape[1:])  # noqa: E731
-  arrays = {name: in_turn(values, other.arrays[name]) for name, values in chosen.arrays.items()}
-  names = ("document_BS", "offset_BS", "epoch_B")
-  return Batch(arrays, *(in_turn(getattr(chosen, name), getattr(other, name)) for name in names))
-
-
-def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
+  pieces = [(side, n, epoch) for rows, n, epoch in pieces for side in (rows, rows.partner) if side is not None]
   groups: dict[int, list[int]] = {}
   for b, (rows, _, _) in enumerate(pieces):
     groups.setdefault(id(rows), []).append(b)
@@ -209,7 +198,7 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
     numbers = np.array([pieces[b][1] for b in here], np.int64)
     parts.append(_filled(pieces[here[0]][0], numbers, layout, pad_id, weighted))
   arrays = parts[0]
-  if len(parts) > 1:  # rows of several streams of a mixture: restore the order of the pieces
+  if len(parts) > 1:  # of several streams of a mixture, or of both sides: restore the order of the pieces
     back = np.argsort(np.concatenate([*groups.values()]))
     arrays = {name: np.concatenate([part[name] for part in parts])[back] for name in arrays}
   epoch_B = np.array([epoch for _, _, epoch in pieces], np.int64)
