@@ -323,7 +323,7 @@ def two(monkeypatch):
   store = Store()
   for name, value in {"count": 2, "index": 0, "is_first": True}.items():
     monkeypatch.setattr(distributed, name, lambda value=value: value)
-  monkeypatch.setattr(manager_module, "_store", lambda: store)
+  monkeypatch.setattr(distributed, "store", lambda: store)
   return store
 
 

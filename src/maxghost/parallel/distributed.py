@@ -81,6 +81,13 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
+def store() -> Any:
+  """The key-value store of jax.distributed, to which JAX itself has no public way."""
+  from orbax.checkpoint import multihost
+
+  return multihost.get_jax_distributed_client()
+
+
 def gather(value: Any) -> list:
   """The JSON values of all processes, in their order. Every process must call it, each from one thread; waits for all.
 
@@ -88,10 +95,7 @@ def gather(value: Any) -> list:
   """
   if count() == 1:
     return [value]
-  from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
-
-  client, name = multihost.get_jax_distributed_client(), f"maxghost/{next(_exchanges)}"
-  assert client is not None, "several processes, so jax.distributed runs"
+  client, name = store(), f"maxghost/{next(_exchanges)}"
   client.key_value_set(f"{name}/{index()}", json.dumps(value))
   texts = [client.blocking_key_value_get(f"{name}/{process}", PATIENCE_MS) for process in range(count())]
   client.wait_at_barrier(name, PATIENCE_MS)
