@@ -46,15 +46,13 @@ class Dataset:
   """Documents, split, packed and batched. Made by `load_dataset`.
 
   parts: the training source, and the held-out files if there are any; documents are numbered through both. source: the
-  training source, including its held-out documents. fingerprint: changes with the data. max_segments: S, the most
-  segments of a row, the same for all batches of a run. train: the iterator of training batches (`next`, `state`,
-  `restore`). val_domain: of the first set.
+  training source, including its held-out documents. fingerprint: changes with the data. train: the iterator of
+  training batches (`next`, `state`, `restore`). val_domain: of the first set.
   """
 
   def __init__(self, parts: Sequence[Units], train: TrainIterator, val_domain: str, seed: int):
     self.parts, self.train, self.val_domain, self._seed = parts, train, val_domain, seed
     self.source, self.tokenizer, self.layout = parts[0].source, parts[0].tokenizer, parts[0].layout
-    self.max_segments = self.layout.max_segments
     self.fingerprint = "-".join(part.source.fingerprint for part in parts)
     self._ends = np.cumsum([len(part.source) for part in parts])
 
