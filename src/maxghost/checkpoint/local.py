@@ -11,6 +11,7 @@ the shared folder.
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import math
 import platform
@@ -296,18 +297,13 @@ def _sender(num_words: int, shift: int) -> Callable[[np.ndarray], np.ndarray]:
 
 def _chunks(blobs: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
   """The bytes of all blobs, `size` at a time, then zeros without end."""
-  chunk, filled = np.zeros(size, np.uint8), 0
-  for blob in blobs:
-    while len(blob):
-      part, blob = blob[: size - filled], blob[size - filled :]
-      chunk[filled : filled + len(part)] = part
-      filled += len(part)
-      if filled == size:
-        yield chunk
-        chunk, filled = np.zeros(size, np.uint8), 0
-  while True:
-    yield chunk
-    chunk = np.zeros(size, np.uint8)
+  parts = (blob[i : i + size] for blob in blobs for i in range(0, len(blob), size))
+  rest = np.empty(0, np.uint8)
+  for part in itertools.chain(parts, itertools.repeat(np.zeros(size, np.uint8))):
+    rest = np.concatenate((rest, part))
+    if len(rest) >= size:
+      yield rest[:size]
+      rest = rest[size:]
 
 
 def _write(folder: Path, parts: Mapping[str, tuple[Sequence[Piece], Iterable[np.ndarray]]], header: Mapping) -> None:
