@@ -80,8 +80,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
         offsets.append(offset[here])
         sizes.append(size[here])
   base.check_known("dataset_domains", cfg.dataset_domains if own else (), known, "the data")
-  index, exact = (np.concatenate(offsets), np.concatenate(sizes)), set(kinds) == {TXT}
-  source = RecordSource(shards, cfg, notes, index, exact)
+  source = RecordSource(shards, cfg, notes, (np.concatenate(offsets), np.concatenate(sizes)))
   parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
