@@ -120,8 +120,6 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   found = layouts_layers.find_containers(sections["params"], names, stacked)
   scan_axis = _scan_axis(sections["params"], found, layout, raw, options)
   params = split_layers(sections["params"], found, scan_axis)
-  if not params.leaves:
-    raise LayoutError(f"{raw.origin} holds no parameters")
   checkpoint = Checkpoint(raw, layout, scan_axis, wrapped, params, step=sections["step"].get(()), aux_plain=aux_plain)
   if layout == MAXGHOST:
     checkpoint.loop_state = extra

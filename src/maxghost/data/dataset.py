@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxghost.config import ConfigError
+from maxghost.config.values import ConfigError, listed
 from maxghost.data import packing
 from maxghost.data.hashing import permutation, text_hash
 from maxghost.data.prepared import PreparedSource
@@ -113,11 +113,10 @@ class Dataset:
       return [*lines, "copies of held-out text in the training data are looked for as it is read"]
     if not found:
       return lines
-    names = ", ".join(self.document_id(index).shown for index in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    names = listed([self.document_id(index).shown for index in found], 3)
     plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
     fate = "left out" if self.parts[0].drops_copies else "kept, as ghost_val_copies=keep asks"
-    return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
+    return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end. A function
