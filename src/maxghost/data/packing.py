@@ -211,10 +211,7 @@ def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weight
   first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
   count = stop - first
   row = np.arange(B).repeat(count)
-  if (first[1:] == stop[:-1]).all():
-    chunk = slice(int(first[0]), int(stop[-1]))
-  else:  # rows that are not consecutive
-    chunk = np.concatenate([np.arange(*ends) for ends in zip(first.tolist(), stop.tolist(), strict=True)])
+  chunk = np.arange(len(row)) + (stop - count.cumsum())[row]
   slot, begin, start, length = (x[chunk] for x in (rows.slot, rows.begin, rows.start, rows.length))
   last = count.cumsum() - 1  # of each row; it also covers the padding
   filled = begin[last] + length[last]
