@@ -180,7 +180,7 @@ def train(cfg, steps: int) -> list[np.ndarray]:
       dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, next(iter(cfg.data.validation_sets.values()))).arrays,
     )
   first = next(dataset.train).arrays
-  compiled = _steps.compile_step(cfg, graphdef, train_state, first, val_batches, dataset.max_segments)
+  compiled = _steps.compile_step(cfg, graphdef, train_state, first, val_batches, dataset.layout.max_segments)
   batches = [first, *(next(dataset.train).arrays for _ in range(steps - 1))]
   for batch in batches:
     train_state, _ = compiled(train_state, jax.device_put(batch), jax.device_put(val_batches))

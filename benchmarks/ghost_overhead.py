@@ -248,7 +248,7 @@ def real_scores(num_steps: int, *keys: str):
     ).arrays
     batch, val_batches = jax.device_put((first if step == 0 else next(dataset.train).arrays, (rows,)))
     if compiled is None:
-      compiled = _steps.compile_step(cfg, graphdef, train_state, batch, val_batches, dataset.max_segments)
+      compiled = _steps.compile_step(cfg, graphdef, train_state, batch, val_batches, dataset.layout.max_segments)
     train_state, out = compiled(train_state, batch, val_batches)
     scores, tokens = jax.device_get((out["score_dot_BSK"], out["tokens_BS"]))
     yield scores[..., 0][tokens > 0]

@@ -323,7 +323,7 @@ def two(monkeypatch):
   store = Store()
   for name, value in {"count": 2, "index": 0, "is_first": True}.items():
     monkeypatch.setattr(distributed, name, lambda value=value: value)
-  monkeypatch.setattr(manager_module, "_store", lambda: store)
+  monkeypatch.setattr(distributed, "store", lambda: store)
   return store
 
 
@@ -389,12 +389,13 @@ def test_checksum_sees_every_bit_and_every_move(dtype):
 
 
 @pytest.mark.parametrize(
-  "dtype", ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "int64", "int8", "bool"]
+  "dtype",
+  ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "int64", "int8", "bool", "int4", "float4_e2m1fn"],
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 3, 2)])
 def test_the_checksum_on_the_host_is_the_one_on_devices(dtype, shape, monkeypatch):
   monkeypatch.setattr(host_checksum, "_BLOCK", 4)
-  x = np.random.default_rng(5).integers(0, 2 if dtype == "bool" else 7, size=shape).astype(jnp.dtype(dtype))
+  x = np.random.default_rng(5).integers(0 if dtype == "bool" else -5, 2, size=shape).astype(jnp.dtype(dtype))
   with jax.enable_x64(True):
     (expected,) = checksums([jnp.asarray(x)])
   assert checksum_of([x]) == expected

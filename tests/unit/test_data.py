@@ -260,7 +260,7 @@ def test_validation_batches_are_cyclic_and_pure():
     assert (np.concatenate([batch.arrays[name] for batch in every]) == again.arrays[name]).all()
   round_two = dataset.validation_batch(rows, 1)
   assert (round_two.arrays["inputs"] == every[0].arrays["inputs"]).all() and round_two.epoch_B[0] == 1
-  assert dataset.validation_batch(0, 2 * rows + 1).document_BS.shape == (2 * rows + 1, dataset.max_segments)
+  assert dataset.validation_batch(0, 2 * rows + 1).document_BS.shape == (2 * rows + 1, dataset.layout.max_segments)
   with pytest.raises(config.ConfigError, match="'a' has no held-out documents"):
     dataset.validation_batch(0, 2, "a")
   with pytest.raises(config.ConfigError, match="validation_batch has 'bb', which the data does not have; did you mean"):

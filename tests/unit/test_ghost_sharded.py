@@ -14,7 +14,7 @@ import oracles
 import pytest
 import tiny
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxghost import ghost
@@ -22,7 +22,6 @@ from maxghost.ghost import engine
 from maxghost.ghost.attach import prepare_twin
 from maxghost.ghost.schedules import Model, passes
 from maxghost.objectives import LanguageModelLoss
-from maxghost.parallel import mesh as meshes
 
 SIZES = {
   "base_emb_dim": 24, "base_num_query_heads": 8, "base_num_kv_heads": 4, "head_dim": 6, "base_mlp_dim": 40,
@@ -46,7 +45,7 @@ class Placed:
     if name is None:
       return
     axes = ("data", "fsdp", "tensor")
-    self.mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(MESHES[name]), axes, axis_types=meshes.auto(axes))
+    self.mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(MESHES[name]), axes, axis_types=(AxisType.Auto,) * len(axes))
     graphdef, state = nnx.split(self.model)
     flat = nnx.to_flat_state(state)
     self.specs = {"/".join(map(str, path)): self.param_spec(v) for path, v in flat}

@@ -16,11 +16,11 @@ import pytest
 import tiny
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load
+from jax.sharding import AxisType
 
 from maxghost import config, train_compile
 from maxghost.config.validate import MESH_AXES
 from maxghost.parallel.axis_rules import make_rules
-from maxghost.parallel.mesh import auto
 from maxghost.parallel.shardings import Layout, use
 from maxghost.training import aot, compiled_steps, state
 from maxghost.training.plan import Plan
@@ -199,7 +199,7 @@ def test_the_twin_is_made_with_the_kernels_of_the_topology():
     base_num_decoder_layers=2, max_target_length=128, vocab_size=512, attention="flash", per_device_batch_size=1,
   )  # fmt: skip
   sizes = tuple(4 if axis == "fsdp" else 1 for axis in MESH_AXES)
-  mesh = jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=auto(MESH_AXES))
+  mesh = jax.sharding.AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
   rules = make_rules((), False, dict(zip(MESH_AXES, sizes, strict=True)))
   for platform in "tpu", "cpu":
     plan = Plan.of(cfg, Layout(mesh, rules, abstract_platform=platform))

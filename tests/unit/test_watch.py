@@ -211,3 +211,12 @@ def test_the_first_collective_between_processes(monkeypatch):
     devices, axis_names, shape = np.array([Device(i) for i in range(8)]).reshape(2, 4), ("b", "a"), mesh.shape
 
   assert collectives.first_between_processes(text, TwoProcesses) == "all-reduce of f32[] over b"
+
+  def branching(flag, x):
+    return jax.lax.cond(flag[0], lambda x: jax.lax.psum(x * 2, "b"), lambda x: x + 1, x)
+
+  whole = PartitionSpec()
+  mapped = jax.shard_map(branching, mesh=mesh, in_specs=(whole, rows), out_specs=rows, check_vma=False)
+  flag = jax.ShapeDtypeStruct((1,), bool, sharding=NamedSharding(mesh, whole))
+  text = jax.jit(mapped).lower(flag, x).compile().as_text()
+  assert collectives.first_between_processes(text, TwoProcesses) == "all-reduce of f32[2,3] over b"

@@ -53,9 +53,7 @@ def _words(x: jax.Array) -> jax.Array:
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
     x = jnp.stack([x.real, x.imag], axis=-1)
   bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
-  if bits < 8:  # int4 and the like have no bitcast to a wider type
-    return x.astype(jnp.int8).astype(jnp.uint32)
-  return lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}.get(int(bits), jnp.uint32)).astype(jnp.uint32)
+  return lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(int(bits), 32)}")).astype(jnp.uint32)
 
 
 _checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])

@@ -69,7 +69,7 @@ class LayerReader:
 
   def __init__(self, hold_bytes: int):
     self._hold_bytes = hold_bytes
-    self._held: tuple[StoredArray | None, np.ndarray | None] = (None, None)
+    self._held: dict[StoredArray, np.ndarray] = {}
 
   def part(self, ref: Ref, index: tuple[slice, ...]) -> np.ndarray:
     """The block `index` of the layer that `ref` points to."""
@@ -80,16 +80,14 @@ class LayerReader:
 
   def _array(self, array: StoredArray, index: tuple[slice, ...]) -> np.ndarray:
     if all(s.start == 0 and s.stop == size for s, size in zip(index, array.shape, strict=True)):
-      self._held = (None, None)
+      self._held.clear()
       return array.read(None)
     if array.nbytes > self._hold_bytes >= array.chunk_nbytes:
       return array.read(index)
-    if self._held[0] is not array:
-      self._held = (None, None)  # frees the array before the next is read
-      self._held = (array, array.read(None))
-    held = self._held[1]
-    assert held is not None
-    return held[index]
+    if array not in self._held:
+      self._held.clear()  # frees the array before the next is read
+      self._held[array] = array.read(None)
+    return self._held[array][index]
 
 
 def blocks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import math
-import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -195,9 +194,7 @@ class LocalCheckpoints:
 
   def names(self) -> list[str]:
     """Names of all checkpoints of which this machine has a part."""
-    with contextlib.suppress(FileNotFoundError):
-      return [name for name in os.listdir(self.folder) if name.partition("-")[0].isdecimal()]
-    return []
+    return [path.name for path in self.folder.glob("*") if path.name.partition("-")[0].isdecimal()]
 
   def newest(self) -> int:
     """The step of the newest checkpoint that a process of this machine has written completely; -1 for none."""

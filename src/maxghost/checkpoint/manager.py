@@ -247,7 +247,7 @@ class CheckpointManager:
         raise
       reason = _reason(error)
       if distributed.count() > 1:  # ends the others' waiting in `_barrier`
-        _store().key_value_set(f"{_FAILURES}/{distributed.index()}", reason, allow_overwrite=True)
+        distributed.store().key_value_set(f"{_FAILURES}/{distributed.index()}", reason, allow_overwrite=True)
     found = [reason] if alone else distributed.gather(reason)
     if any(found):
       self._has_failed = True
@@ -329,12 +329,9 @@ def _reason(error: Exception) -> str:
   return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 
 
-_store = ocp.multihost.get_jax_distributed_client  # the key-value store of jax.distributed
-
-
 def _barrier(*, key: str, timeout_ms: int) -> None:
   """Waits until every process has called this with `key`. Raises PeerFailure as soon as one could not write."""
-  store, end = _store(), time.monotonic() + timeout_ms / 1000
+  store, end = distributed.store(), time.monotonic() + timeout_ms / 1000
   if store.key_value_increment(key, 1) == distributed.count():
     store.key_value_set(f"{key}/all", "")
   while True:

@@ -135,16 +135,13 @@ def _compiled(name: str, source: str) -> Any:
   def raise_exception(message):
     raise jinja2.TemplateError(message)
 
-  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
   def strftime_now(form):
     fixed = os.environ.get("SOURCE_DATE_EPOCH")  # for a run that is continued on another day
     return (datetime.datetime.fromtimestamp(int(fixed)) if fixed else datetime.datetime.now()).strftime(form)
 
   more = [Generation, jinja2.ext.loopcontrols]
   made = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=more)
-  made.filters["tojson"] = tojson
+  made.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
   made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
   try:
     return made.from_string(source)

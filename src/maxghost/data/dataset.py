@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxghost.config import ConfigError
+from maxghost.config.values import ConfigError, listed
 from maxghost.data import packing
 from maxghost.data.hashing import permutation, text_hash
 from maxghost.data.prepared import PreparedSource
@@ -46,15 +46,13 @@ class Dataset:
   """Documents, split, packed and batched. Made by `load_dataset`.
 
   parts: the training source, and the held-out files if there are any; documents are numbered through both. source: the
-  training source, including its held-out documents. fingerprint: changes with the data. max_segments: S, the most
-  segments of a row, the same for all batches of a run. train: the iterator of training batches (`next`, `state`,
-  `restore`). val_domain: of the first set.
+  training source, including its held-out documents. fingerprint: changes with the data. train: the iterator of
+  training batches (`next`, `state`, `restore`). val_domain: of the first set.
   """
 
   def __init__(self, parts: Sequence[Units], train: TrainIterator, val_domain: str, seed: int):
     self.parts, self.train, self.val_domain, self._seed = parts, train, val_domain, seed
     self.source, self.tokenizer, self.layout = parts[0].source, parts[0].tokenizer, parts[0].layout
-    self.max_segments = self.layout.max_segments
     self.fingerprint = "-".join(part.source.fingerprint for part in parts)
     self._ends = np.cumsum([len(part.source) for part in parts])
 
@@ -115,11 +113,10 @@ class Dataset:
       return [*lines, "copies of held-out text in the training data are looked for as it is read"]
     if not found:
       return lines
-    names = ", ".join(self.document_id(index).shown for index in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    names = listed([self.document_id(index).shown for index in found], 3)
     plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
     fate = "left out" if self.parts[0].drops_copies else "kept, as ghost_val_copies=keep asks"
-    return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}{more}"]
+    return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end. A function

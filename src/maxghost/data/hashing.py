@@ -53,8 +53,6 @@ def shuffled_index(positions: np.ndarray, size: int, *seeds: int) -> np.ndarray:
   """Elements at `positions` of a pseudo-random permutation of 0..size-1, without storing the permutation. A four-round
   Feistel network on the next even number of bits, repeated until the value is below `size` (fewer than four times on
   average). positions: int64[n], each in [0, size). Returns int64[n]."""
-  if size <= 1:
-    return np.zeros_like(positions)
   half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
   mask, keys = np.uint64((1 << int(half)) - 1), [combine(*seeds, number) for number in range(4)]
   out = np.array(positions, np.uint64)

@@ -85,10 +85,10 @@ def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.n
   return document, start, np.minimum(pairs[document] - number * row_length, row_length)
 
 
-def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, int]:
-  """Places each chunk into the row with the least room that still holds it; the row of each, int64[C], and R. Chunks
-  are taken longest first (best-fit decreasing, Johnson 1973) within small groups that each contain all lengths;
-  otherwise the shortest chunks would fill rows that run out of segments before they are full. length: int64[C]."""
+def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> np.ndarray:
+  """Places each chunk into the row with the least room that still holds it; the row of each, int64[C]. Chunks are
+  taken longest first (best-fit decreasing, Johnson 1973) within small groups that each contain all lengths; otherwise
+  the shortest chunks would fill rows that run out of segments before they are full. length: int64[C]."""
   row, order = np.empty(len(length), np.int64), np.argsort(-length, kind="stable")
   num_full = int(np.count_nonzero(length == row_length))
   row[order[:num_full]] = np.arange(num_full)
@@ -116,7 +116,7 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> tuple[n
       open_rows[room].append(here)
       rooms |= 1 << room
   row[order] = np.array(placed, np.int64) + num_full
-  return row, num_full + len(segments)
+  return row
 
 
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:
@@ -141,14 +141,12 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
   ends, segments, partner = encoded.ends, layout.max_segments, encoded.partner
   if layout.strategy == CONCAT:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
-    num_rows = int(row[-1]) + 1 if len(row) else 0
   else:
     document, start, length = cut(ends, layout.row_length)
     # A pair needs the room of its longer response, and none is longer than a row.
     other = length if partner is None else cut(partner.ends, layout.row_length)[2]
-    row, num_rows = first_fit(np.maximum(length, other), layout.row_length, segments)
-  place = np.empty(num_rows, np.int64)
-  place[order(num_rows, "rows")] = np.arange(num_rows)
+    row = first_fit(np.maximum(length, other), layout.row_length, segments)
+  place = np.argsort(order(int(row.max(initial=-1)) + 1, "rows"))  # the inverse permutation
   rows = _placed(encoded, document, start, length, place[row])
   if partner is None:
     return rows
@@ -156,9 +154,8 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
 
 
 def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: np.ndarray, row: np.ndarray) -> Rows:
-  num_rows = int(row.max()) + 1 if len(row) else 0
   by_row = np.argsort(row, kind="stable")
-  row_ends = np.cumsum(np.bincount(row, minlength=num_rows))
+  row_ends = np.cumsum(np.bincount(row))
   length = length[by_row]
   heads = np.repeat(_starts(row_ends), np.diff(row_ends, prepend=0))  # the first chunk of each chunk's row
   before, offset = np.cumsum(length) - length, _offsets(encoded, document, start)[by_row]
@@ -189,18 +186,7 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
   """The batch of the rows (rows, number of the row, epoch) in `pieces`; of pairs, chosen and rejected rows in turn."""
-  rejected = [(rows.partner, number, epoch) for rows, number, epoch in pieces if rows.partner is not None]
-  chosen = _fill(pieces, layout, pad_id)
-  if not rejected:
-    return chosen
-  other = _fill(rejected, layout, pad_id)
-  in_turn = lambda one, two: np.stack((one, two), 1).reshape(-1, *one.shape[1:])  # noqa: E731
-  arrays = {name: in_turn(values, other.arrays[name]) for name, values in chosen.arrays.items()}
-  names = ("document_BS", "offset_BS", "epoch_B")
-  return Batch(arrays, *(in_turn(getattr(chosen, name), getattr(other, name)) for name in names))
-
-
-def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
+  pieces = [(side, n, epoch) for rows, n, epoch in pieces for side in (rows, rows.partner) if side is not None]
   groups: dict[int, list[int]] = {}
   for b, (rows, _, _) in enumerate(pieces):
     groups.setdefault(id(rows), []).append(b)
@@ -209,7 +195,7 @@ def _fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) 
     numbers = np.array([pieces[b][1] for b in here], np.int64)
     parts.append(_filled(pieces[here[0]][0], numbers, layout, pad_id, weighted))
   arrays = parts[0]
-  if len(parts) > 1:  # rows of several streams of a mixture: restore the order of the pieces
+  if len(parts) > 1:  # of several streams of a mixture, or of both sides: restore the order of the pieces
     back = np.argsort(np.concatenate([*groups.values()]))
     arrays = {name: np.concatenate([part[name] for part in parts])[back] for name in arrays}
   epoch_B = np.array([epoch for _, _, epoch in pieces], np.int64)
@@ -222,10 +208,7 @@ def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weight
   first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
   count = stop - first
   row = np.arange(B).repeat(count)
-  if (first[1:] == stop[:-1]).all():
-    chunk = slice(int(first[0]), int(stop[-1]))
-  else:  # rows that are not consecutive
-    chunk = np.concatenate([np.arange(*ends) for ends in zip(first.tolist(), stop.tolist(), strict=True)])
+  chunk = np.arange(len(row)) + (stop - count.cumsum())[row]
   slot, begin, start, length = (x[chunk] for x in (rows.slot, rows.begin, rows.start, rows.length))
   last = count.cumsum() - 1  # of each row; it also covers the padding
   filled = begin[last] + length[last]

@@ -98,16 +98,12 @@ class PreparedSource(Source):
 
   def document_id(self, index: int) -> DocumentId:
     columns, number = self.columns, int(self.columns["path"][index])
-    first = int(columns["path_end"][number - 1]) if number else 0
-    path = self._paths[first : int(columns["path_end"][number])].tobytes().decode("utf-8", "surrogateescape")
+    path = _text(self._paths, columns["path_end"], number).decode("utf-8", "surrogateescape")
     return DocumentId(self.meta["domains"][int(columns["path_domain"][number])], path, int(columns["offset"][index]))
 
   def document_fields(self, index: int) -> tuple[str, ...]:
-    first, values = index * len(self.meta["fields"]) if self.fields else 0, []
-    for place in self._field_places:
-      start = int(self._field_ends[first + place - 1]) if first + place else 0
-      values.append(self._field_texts[start : int(self._field_ends[first + place])].tobytes().decode("utf-8"))
-    return tuple(values)
+    places = (index * len(self.meta["fields"]) + place for place in self._field_places)
+    return tuple(_text(self._field_texts, self._field_ends, place).decode("utf-8") for place in places)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     return self.numbers[self.columns["path_domain"][self.columns["path"][indices]]]
@@ -165,6 +161,11 @@ class PreparedSource(Source):
 def _mapped(path: Path) -> np.ndarray:
   """The bytes of a file, which may have none."""
   return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if path.stat().st_size else np.zeros(0, np.uint8)
+
+
+def _text(texts: np.ndarray, ends: np.ndarray, number: int) -> bytes:
+  """One of several texts, which lie end to end."""
+  return texts[int(ends[number - 1]) if number else 0 : int(ends[number])].tobytes()
 
 
 class PreparedUnits(Units):

@@ -31,18 +31,14 @@ class Cursor:
     self._ahead: Future | None = None
     self._windows: Iterator | None = None
 
-  def take(self, count: int) -> list[tuple[packing.Rows, int, int]]:
-    """The next `count` rows, each as (rows, number of the row, epoch)."""
-    out: list[tuple[packing.Rows, int, int]] = []
-    while len(out) < count:
-      rows, (epoch, window, row) = self._next_rows()
-      stop = min(row + count - len(out), len(rows))
-      out.extend((rows, number, epoch) for number in range(row, stop))
-      self.place = (epoch, window, stop)
-      if 2 * stop >= len(rows) and self._ahead is None and not isinstance(self._workers, int):
-        following = self._stream.after(self._lane, epoch, window)
-        self._ahead = self._workers.submit(self._stream.make, self._lane, *following)
-    return out
+  def take(self) -> tuple[packing.Rows, int, int]:
+    """The next row, as (rows, number of the row, epoch)."""
+    rows, (epoch, window, row) = self._next_rows()
+    self.place = (epoch, window, row + 1)
+    if 2 * (row + 1) >= len(rows) and self._ahead is None and not isinstance(self._workers, int):
+      following = self._stream.after(self._lane, epoch, window)
+      self._ahead = self._workers.submit(self._stream.make, self._lane, *following)
+    return rows, row, epoch
 
   def _next_rows(self) -> tuple[packing.Rows, tuple[int, int, int]]:
     """The rows of the window that holds the next row, and that row's place. Windows without rows are skipped."""
@@ -109,14 +105,11 @@ class TrainIterator(Iterator[Batch]):
 
   def __next__(self) -> Batch:
     due = bisect.bisect(self._changes, self._batches, key=operator.itemgetter(0))
-    weights = self._changes[due - 1][1] if due else self._weights
+    weights = self._changes[due - 1][1] if due else self._weights or [1.0]
     pieces, units, per_lane = [], self._streams[0].units, self._per_lane
     for lane, cursors in self._lanes.items():
-      if weights is None:
-        taken = cursors[0].take(per_lane)
-      else:
-        domains = row_domains(weights, self._streams[0].seed, lane, self._batches * per_lane, per_lane)
-        taken = [cursors[domain].take(1)[0] for domain in domains.tolist()]
+      domains = row_domains(weights, self._streams[0].seed, lane, self._batches * per_lane, per_lane)
+      taken = [cursors[domain].take() for domain in domains.tolist()]
       first, stop = (row - lane * per_lane for row in self._rows)
       pieces.extend(taken[max(first, 0) : stop])
     self._batches += 1

@@ -8,8 +8,9 @@ carried from window to window, any process can compute any window, and no order 
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class Units:
   sizes: frozenset[int] = frozenset()  # of the held-out texts in bytes
   drops_copies: bool = False  # whether documents with these texts are not trained on
   shown = staticmethod(bytes)  # a document's text as a reader sees it
+  settings: ClassVar[tuple[str, ...]] = ()  # what the tokens depend on besides source, tokenizer and layout
+  examined: ClassVar[Mapping[str, int]] = {}  # counts of what was read before the training
 
   def all_units(self) -> np.ndarray | range:
     """Numbers of the units to train on."""
@@ -89,16 +92,6 @@ class Units:
     counts["documents"] += len(kept)
     counts["bytes"] += sum(map(len, texts))
     return self.tokenized(np.array(kept, np.int64), texts, counts), counts
-
-  @property
-  def settings(self) -> tuple[str, ...]:
-    """What the tokens depend on besides source, tokenizer and layout."""
-    return ()
-
-  @property
-  def examined(self) -> dict[str, int]:
-    """Counts of what was read before the training."""
-    return {}
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
     """The documents (int64[D]) with these texts, tokenized. Corrects `counts` for those that it leaves out."""

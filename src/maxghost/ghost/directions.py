@@ -106,7 +106,7 @@ class ScoredParam:
     if self.spec.in_backward:
       kept = rule.state_shapes(jax.ShapeDtypeStruct(self.shape, jnp.float32))
       read = {name: (*stack, *kept[name].shape) for name in rule.reads(self.parameter)}
-      return gradient | read | {"scalars": (*stack, rule.num_scalars)}
+      return gradient | read | {"scalars": (*stack, *jax.eval_shape(rule.scalars, 0, 1.0).shape)}
     if not self.low_rank:
       return gradient
     inputs, outputs = self.parameter.matrix_shape(self.shape)

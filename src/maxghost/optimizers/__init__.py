@@ -57,9 +57,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
   if direction == "sgd":
     return Sgd()
   if direction in plugins.OF_STEP:
-    of_step = own.path() if direction == "path" else own.marginal()
-    assert of_step is not None, "otherwise there was a problem"
-    return of_step
+    return getattr(own, direction)()  # which the rule offers: otherwise there was a problem
   for optimizer in plugins.OPTIMIZERS.values():
     if optimizer.direction == direction:
       return optimizer.load().from_config(cfg)

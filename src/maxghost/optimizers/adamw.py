@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from maxghost.config.schema import OptimizerConfig
-from maxghost.optimizers.base import Elementwise, Parameter, Response, RuleState, UpdateRule, widened
+from maxghost.optimizers.base import Elementwise, Parameter, Response, RuleState, UpdateRule, to_come, widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,6 @@ class AdamW(UpdateRule):
   """
 
   state_keys: ClassVar = {"first_moment": "mu", "second_moment": "nu"}
-  num_scalars = 3
 
   b1: float = 0.9
   b2: float = 0.95
@@ -51,10 +50,7 @@ class AdamW(UpdateRule):
     k steps after its own, a gradient has b1^k of its weight in the first moment, under that step's bias correction.
     """
     correction_S = 1 - self.b1 ** np.arange(1.0, len(rates_S) + 1)
-    reach_S, later = rates_S / correction_S, 0.0
-    for step in reversed(range(len(rates_S))):
-      reach_S[step] = later = reach_S[step] + self.b1 * later
-    return correction_S * reach_S
+    return correction_S * to_come(rates_S / correction_S, self.b1)
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("second_moment",)

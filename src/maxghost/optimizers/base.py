@@ -6,6 +6,7 @@ K validation sets; a parameter has any shape and may be stacked over layers: [*s
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -159,16 +160,15 @@ class UpdateRule(abc.ABC):
 
   name: its opt_type. direction: the ghost_direction of its response, which `auto` selects; None: it has none.
   columns: names of its own ledger columns, in order. state_keys: {name: field of the optax state} of the arrays kept
-  for each parameter between steps. num_scalars: length of `scalars`. by_segment: whether layers are updated
-  independently, so that host memory can hand over one segment at a time. elementwise: whether P_t is elementwise.
-  schedules: values of ghost_schedule that can score it.
+  for each parameter between steps. by_segment: whether layers are updated independently, so that host memory can hand
+  over one segment at a time. elementwise: whether P_t is elementwise. schedules: values of ghost_schedule that can
+  score it.
   """
 
   name: ClassVar[str]
   direction: ClassVar[str | None] = None
   columns: ClassVar[tuple[str, ...]] = ()
   state_keys: ClassVar[Mapping[str, str]] = {}
-  num_scalars: ClassVar[int] = 1
   by_segment: ClassVar[bool] = False
   elementwise: ClassVar[bool] = False
   schedules: ClassVar[tuple[str, ...]] = plugins.SCHEDULES
@@ -227,7 +227,7 @@ class UpdateRule(abc.ABC):
     return ()
 
   def scalars(self, count, clip_factor):
-    """What P_t derives from the steps already taken (count) and the clipping factor: float[num_scalars]."""
+    """What P_t derives from the steps already taken (count) and the clipping factor: float[n]."""
     return jnp.asarray(clip_factor, float)[None]
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
@@ -239,8 +239,8 @@ class UpdateRule(abc.ABC):
     return {}
 
   def column_scales(self, learning_rate, clip_factor) -> dict:
-    """{column: factor of its inner product} for each of `columns`."""
-    return {}
+    """{column: factor of its inner product} for each of `columns`; by default the learning rate."""
+    return dict.fromkeys(self.columns, learning_rate)
 
   def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
     """The update of the step before, which led to the parameter's value, [*lead, *parameter].
@@ -280,6 +280,12 @@ def widened(given: optax.GradientTransformation) -> optax.GradientTransformation
     return moved, optax.tree.cast_like(after, state)
 
   return optax.GradientTransformation(given.init, update)
+
+
+def to_come(values_S: np.ndarray, factor: float) -> np.ndarray:
+  """[S]: the sum over k >= 0 of factor^k values_{t+k}."""
+  sums = itertools.accumulate(reversed(values_S), lambda later, value: value + factor * later)
+  return np.array([*sums])[::-1]
 
 
 def each_layer(function: Callable, depth: int, *arrays):

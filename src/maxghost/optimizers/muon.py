@@ -20,7 +20,7 @@ from flax import nnx
 from maxghost.config import ConfigError, OptimizerConfig
 from maxghost.optimizers import orthogonal
 from maxghost.optimizers.adamw import AdamW
-from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label, each_layer, widened
+from maxghost.optimizers.base import Matrix, Parameter, Response, UpdateRule, by_label, each_layer, to_come, widened
 from maxghost.parallel.shardings import constrain_factor, slash_path
 
 
@@ -44,7 +44,6 @@ class Muon(UpdateRule):
   """
 
   state_keys: ClassVar = {"first_moment": "mu", "second_moment": "nu"}
-  num_scalars = 4
 
   beta: float = 0.95
   weight_decay: float = 0.0
@@ -141,13 +140,11 @@ class Muon(UpdateRule):
       return None
     if not parameter.matrix:
       return self.adam.reach(rates_S)
-    t, reach_S, later = np.arange(1.0, len(rates_S) + 1), np.array(rates_S), 0.0
+    t = np.arange(1.0, len(rates_S) + 1)
     held_S = self.beta / (1 - self.beta ** (t + 1))
     own_S = held_S + 1 / (1 - self.beta**t)
-    for step in reversed(range(len(rates_S))):
-      reach_S[step] += later / own_S[step]
-      later = self.beta * (held_S[step] * rates_S[step] + later)
-    return reach_S
+    later_S = self.beta * to_come(held_S * rates_S, self.beta)
+    return rates_S + np.append(later_S[1:], 0) / own_S
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("first_moment",) if parameter.matrix else ("first_moment", "second_moment")
@@ -177,9 +174,6 @@ class Muon(UpdateRule):
       return {"momentum": response.steps[1], "weight_decay": self.weight_decay * value}
     found = self.others.column_arrays(parameter, value, gradient, arrays, response)
     return found | {"weight_decay": self.adam.weight_decay * value}
-
-  def column_scales(self, learning_rate, clip_factor) -> dict:
-    return {"momentum": learning_rate, "weight_decay": learning_rate}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,18 @@ def balanced(x, y):
   c0, c1, c2 = COEFFICIENTS
   one = jnp.broadcast_to(jnp.eye(x.shape[-2], dtype=x.dtype), (*x.shape[:-1], x.shape[-2]))
 
+  def root_step(_, state):
+    """Of Denman and Beavers' iteration in its form without inverses: (p, 1) -> (sqrt(p), its inverse)."""
+    root, inverse = state
+    middle = (3 * one - inverse @ root) / 2
+    return root @ middle, middle @ inverse
+
   def iteration(_, state):
     x, y = state
     a = x @ x.mT
     bend = c1 * one + c2 * a
     p = c0 * one + a @ bend
-    root, _ = jax.lax.fori_loop(0, _ROOT_STEPS, _root_step, (p / c0, one))
+    root, _ = jax.lax.fori_loop(0, _ROOT_STEPS, root_step, (p / c0, one))
     of_root_and_one = lambda _, z: z @ (2 * one - (root + one) @ z)  # noqa: E731
     inverse = jax.lax.fori_loop(0, _INVERSE_STEPS, of_root_and_one, 0.58 * one)
     rest = bend @ inverse / c0  # sqrt(p(Xᵀ X) / c0) = 1 + Xᵀ rest X, without that larger matrix
@@ -36,10 +42,3 @@ def balanced(x, y):
 
   with jax.default_matmul_precision("highest"):
     return jax.lax.fori_loop(0, STEPS, iteration, (x, y))[1]
-
-
-def _root_step(_, state):
-  """Of Denman and Beavers' iteration in its form without inverses: (p, 1) -> (sqrt(p), its inverse)."""
-  root, inverse = state
-  middle = (3 * jnp.broadcast_to(jnp.eye(root.shape[-1], dtype=root.dtype), root.shape) - inverse @ root) / 2
-  return root @ middle, middle @ inverse

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from maxghost.config.schema import OptimizerConfig
-from maxghost.optimizers.base import Identity, Parameter, Response, RuleState, UpdateRule, widened
+from maxghost.optimizers.base import Identity, Parameter, Response, RuleState, UpdateRule, to_come, widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,6 @@ class Sgd(UpdateRule):
   def response(self, parameter: Parameter, gradient, arrays: dict, scalars) -> Identity:
     return Identity()
 
-  def column_scales(self, learning_rate, clip_factor) -> dict:
-    return {"momentum": learning_rate, "weight_decay": learning_rate}
-
 
 @dataclasses.dataclass(frozen=True)
 class MomentumSgd(Sgd):
@@ -55,10 +52,7 @@ class MomentumSgd(Sgd):
 
   def reach(self, rates_S: np.ndarray, parameter: Parameter | None = None) -> np.ndarray:
     """The sum over k >= 0 of momentum^k rate_{t+k}."""
-    reach_S, later = np.array(rates_S, np.float64), 0.0
-    for step in reversed(range(len(reach_S))):
-      reach_S[step] = later = reach_S[step] + self.momentum * later
-    return reach_S
+    return to_come(rates_S, self.momentum)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     return {"momentum": jnp.asarray(self.momentum, float) * arrays["trace"]}

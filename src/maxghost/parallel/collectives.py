@@ -54,20 +54,22 @@ def read(hlo: str, mesh_shape: Mapping[str, int], slice_axes: tuple[str, ...] = 
   the hosts.
   """
   computations, entry = _split(hlo)
-  times = _times(computations, entry)
+  times = collections.Counter()
+  for name, i, runs in _in_order(computations, entry):
+    times[name, i] += runs
   found: dict[Any, Collective] = {}
-  for name, lines in computations.items():
-    seen: collections.Counter = collections.Counter()
-    for i, line in enumerate(lines if times.get(name, 0) else ()):
-      collective = _between_slices(line, times[name], slice_axes) or _collective(line, name, times[name], mesh_shape)
-      if collective is None:
-        continue
-      key: Any = (name, i)
-      if channel := _CHANNEL.search(line):
-        alike = dataclasses.replace(collective, count=0), channel[1], *_SAME.findall(line)
-        key, seen[alike] = (*alike, seen[alike]), seen[alike] + 1
-      if key not in found or found[key].count < collective.count:
-        found[key] = collective
+  seen: collections.Counter = collections.Counter()
+  for (name, i), runs in times.items():
+    line = computations[name][i]
+    collective = _between_slices(line, runs, slice_axes) or _collective(line, name, runs, mesh_shape)
+    if collective is None or not runs:
+      continue
+    key: Any = (name, i)
+    if channel := _CHANNEL.search(line):
+      alike = dataclasses.replace(collective, count=0), channel[1], *_SAME.findall(line)
+      key, seen[name, alike] = (*alike, seen[name, alike]), seen[name, alike] + 1
+    if key not in found or found[key].count < collective.count:
+      found[key] = collective
   return list(found.values())
 
 
@@ -87,16 +89,21 @@ def first_between_processes(hlo: str, mesh: Any) -> str:
   """The collective of a program that first needs a device of another process, for a message; empty: none does."""
   process = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
   spanning = {axis for i, axis in enumerate(mesh.axis_names) if (process != process.take([0], axis=i)).any()}
-  first = next((one for one in _in_order(*_split(hlo), dict(mesh.shape)) if spanning.intersection(one.axes)), None)
+  computations, entry = _split(hlo)
+  in_order = (_collective(computations[name][i], name, 1, mesh.shape) for name, i, _ in _in_order(computations, entry))
+  first = next((one for one in in_order if one and spanning.intersection(one.axes)), None)
   return f"{first.kind} of {first.shape} over {' x '.join(first.axes)}" if first else ""
 
 
-def _in_order(computations: dict[str, list[str]], name: str, mesh_shape) -> Iterator[Collective]:
-  for line in computations.get(name, ()):
-    if one := _collective(line, name, 1, mesh_shape):
-      yield one
-    for called in _CALLED.findall(line):
-      yield from _in_order(computations, called, mesh_shape)
+def _in_order(computations: dict[str, list[str]], name: str, runs: int = 1) -> Iterator[tuple[str, int, int]]:
+  """(computation, number of the instruction, how often it runs) of all that `runs` runs of a computation execute."""
+  for i, line in enumerate(computations.get(name, ())):
+    yield name, i, runs
+    called = _CALLED.findall(line)
+    for branches in _BRANCHES.findall(line):
+      called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+    for other in called:
+      yield from _in_order(computations, other, runs * (_trips(line, computations) if " while(" in line else 1))
 
 
 def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -113,28 +120,6 @@ def _split(hlo: str) -> tuple[dict[str, list[str]], str]:
     elif current is not None and " = " in line:
       current.append(" " + line.partition(" = ")[2])
   return computations, entry
-
-
-def _times(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
-  """How often each computation runs."""
-  calls: dict[str, list[tuple[str, int]]] = {name: [] for name in computations}
-  for name, lines in computations.items():
-    for line in lines:
-      trips = _trips(line, computations) if " while(" in line else 1
-      called = _CALLED.findall(line)
-      for branches in _BRANCHES.findall(line):
-        called += [branch.strip().lstrip("%") for branch in branches.split(",")]
-      calls[name] += [(other, trips) for other in called if other in computations]
-  times: collections.Counter = collections.Counter()
-
-  def visit(name: str, factor: int) -> None:
-    times[name] += factor
-    for other, trips in calls[name]:
-      visit(other, factor * trips)
-
-  if entry:
-    visit(entry, 1)
-  return times
 
 
 def _trips(line: str, computations: dict[str, list[str]]) -> int:

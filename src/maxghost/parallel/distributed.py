@@ -81,6 +81,13 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
+def store() -> Any:
+  """The key-value store of jax.distributed, to which JAX itself has no public way."""
+  from orbax.checkpoint import multihost
+
+  return multihost.get_jax_distributed_client()
+
+
 def gather(value: Any) -> list:
   """The JSON values of all processes, in their order. Every process must call it, each from one thread; waits for all.
 
@@ -88,10 +95,7 @@ def gather(value: Any) -> list:
   """
   if count() == 1:
     return [value]
-  from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
-
-  client, name = multihost.get_jax_distributed_client(), f"maxghost/{next(_exchanges)}"
-  assert client is not None, "several processes, so jax.distributed runs"
+  client, name = store(), f"maxghost/{next(_exchanges)}"
   client.key_value_set(f"{name}/{index()}", json.dumps(value))
   texts = [client.blocking_key_value_get(f"{name}/{process}", PATIENCE_MS) for process in range(count())]
   client.wait_at_barrier(name, PATIENCE_MS)
@@ -101,13 +105,11 @@ def gather(value: Any) -> list:
 
 def total(values: np.ndarray) -> np.ndarray:
   """The sum of an array of float64 over the processes, the same bits on each."""
-  return np.sum([np.array(part) for part in gather(values.tolist())], axis=0) if count() > 1 else values
+  return np.sum([np.array(part) for part in gather(values.tolist())], axis=0)
 
 
 def check_same_config(cfg: Config) -> None:
   """Raises ConfigError on every process, naming the keys whose values differ. Prints a note if the clocks differ."""
-  if count() == 1:
-    return
   # Process 0's values are used after a round trip through JSON, like the others'. jax_distributed may differ.
   said = gather([time.time(), {k: v for k, v in cfg.flat().items() if k != "jax_distributed"}])
   clocks, (first, *others) = zip(*said, strict=True)

@@ -75,20 +75,14 @@ def mesh_shape(cfg: ParallelConfig, num_devices: int, slices: int = 1) -> tuple[
   return ici, dcn
 
 
-def auto(axes: Sequence[str]) -> tuple:
-  """Axis types of a mesh on which XLA decides how results are sharded; newer versions of JAX have another default."""
-  import jax
-
-  return (jax.sharding.AxisType.Auto,) * len(axes)
-
-
 def make_mesh(cfg: ParallelConfig, devices: Sequence):
   """A `jax.sharding.Mesh` with the axes of `mesh_shape` over all the devices. Raises ConfigError."""
   import jax
 
   ici, dcn = mesh_shape(cfg, len(devices), num_slices(cfg, devices))
   array = _arranged(list(devices), tuple(ici.values()), tuple(dcn.values()))
-  return jax.sharding.Mesh(array, tuple(ici), axis_types=auto(tuple(ici)))
+  types = (jax.sharding.AxisType.Auto,) * len(ici)  # XLA decides how results are sharded; newer JAX has another default
+  return jax.sharding.Mesh(array, tuple(ici), axis_types=types)
 
 
 def _arranged(devices: list, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:

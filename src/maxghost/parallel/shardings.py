@@ -219,9 +219,8 @@ def constrain_factor(
   assigned = layout.rules.assign(axes, shape, label)
   others = others or {}
   split = {i: assigned[there] for i, there in others.items()}
-  wanted = next((row for name, row in layout.rules.rows if name == FACTOR), ())
   spent = {axis for found in (assigned[place], *split.values()) for axis in found}
-  further = [axis for axis in layout.rules.active(wanted) if axis not in spent]
+  further = [axis for axis in layout.rules.active(layout.rules.first(FACTOR)) if axis not in spent]
   split[dim] = layout.rules.leading((*assigned[place], *further), x.shape[dim])
   spec = partition_spec([split.get(i, ()) for i in range(x.ndim)])
   named = {i: axes[there] for i, there in others.items()} | {dim: FACTOR}

@@ -87,9 +87,7 @@ class Watch:
     thread.join(ASK_SECONDS)
 
   def _run(self) -> None:
-    from orbax.checkpoint import multihost  # the public way to the key-value store of jax.distributed
-
-    store, interval = multihost.get_jax_distributed_client(), min(self._silent_seconds / 8, LOOK_SECONDS)
+    store, interval = distributed.store(), min(self._silent_seconds / 8, LOOK_SECONDS)
     for beat in itertools.count():
       # The store may answer next time. Where process 0, which has it, is gone, JAX ends this process.
       with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -172,12 +170,10 @@ def leave(code: int) -> None:
 
   At the exit JAX would wait minutes for them, then abort; this waits for LEAVE_SECONDS.
   """
-  from orbax.checkpoint import multihost
 
   def shut_down() -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # what went wrong has been printed
-      store: Any = multihost.get_jax_distributed_client()
-      store.key_value_set(f"{_LEFT}/{distributed.index()}", str(code), allow_overwrite=True)
+      distributed.store().key_value_set(f"{_LEFT}/{distributed.index()}", str(code), allow_overwrite=True)
       jax.distributed.shutdown()
 
   _leaving.set()

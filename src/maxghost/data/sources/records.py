@@ -59,15 +59,14 @@ class RecordSource(Source):
   """The documents of all shards, numbered consecutively.
 
   index: offset and size of each document (int64[n] each); without it, a document's offset is its number in the shard.
-  exact: whether these sizes are those of the texts.
   """
 
   def __init__(self, shards: Sequence[Shard], cfg: DataConfig, notes: Sequence[str] = (),
-               index: tuple[np.ndarray, np.ndarray] | None = None, exact: bool = False):  # fmt: skip
+               index: tuple[np.ndarray, np.ndarray] | None = None):  # fmt: skip
     self.domains, self.notes = tuple(dict.fromkeys(shard.domain for shard in shards)), tuple(notes)
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
     self.fingerprint = f"{text_hash(*itertools.chain(*self.files.items())):016x}"
-    self._shards, self._cfg, self._index, self._exact = shards, cfg, index, exact
+    self._shards, self._cfg, self._index = shards, cfg, index
     self._ends = np.cumsum([shard.count for shard in shards], dtype=np.int64)
     self._domain_number = np.array([self.domains.index(shard.domain) for shard in shards], np.int64)
     self._shard_hash = np.array([text_hash(shard.domain, shard.name) for shard in shards], np.uint64)
@@ -142,7 +141,8 @@ class RecordSource(Source):
     return combine(self._shard_hash[numbers], offsets)
 
   def sizes(self, indices: np.ndarray) -> np.ndarray | None:
-    return self._index[1][indices] if self._index is not None and self._exact else None
+    is_exact = all(shard.is_text for shard in self._shards)  # of records, the size is not that of the text in them
+    return self._index[1][indices] if self._index is not None and is_exact else None
 
   def texts(self, indices: np.ndarray) -> list[bytes]:
     numbers, offsets = self._locate(indices)

@@ -80,8 +80,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
         offsets.append(offset[here])
         sizes.append(size[here])
   base.check_known("dataset_domains", cfg.dataset_domains if own else (), known, "the data")
-  index, exact = (np.concatenate(offsets), np.concatenate(sizes)), set(kinds) == {TXT}
-  source = RecordSource(shards, cfg, notes, index, exact)
+  source = RecordSource(shards, cfg, notes, (np.concatenate(offsets), np.concatenate(sizes)))
   parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
@@ -194,8 +193,7 @@ def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
 
 
 class _Parquet:
-  """A Parquet file, read by row groups. Keeps the `num_groups` read last, so read neighbouring rows together; a single
-  one as Python values, for rows that are read in order."""
+  """A Parquet file, read by row groups. Keeps the `num_groups` read last, so read neighbouring rows together."""
 
   def __init__(self, num_groups: int, path: str):
     parquet = import_package("pyarrow.parquet", path)
@@ -206,14 +204,13 @@ class _Parquet:
       raise base.CorruptError(f"{path} is no readable Parquet file: {error}") from error
     self.groups = [self.file.metadata.row_group(n) for n in range(self.file.metadata.num_row_groups)]
     self._path, self._ends = path, np.cumsum([group.num_rows for group in self.groups], dtype=np.int64)
-    self._columns, self._in_order = functools.lru_cache(num_groups)(self._read), num_groups == 1
+    self._columns = functools.lru_cache(num_groups)(self._read)
 
   def row(self, number: int, names: tuple[str, ...]) -> dict[str, Any]:
     """{column: value, None for one that is not in `names`}. Raises CorruptError."""
     first, columns = self._columns(int(np.searchsorted(self._ends, number, side="right")), names)
     try:
-      values = {name: column[number - first] for name, column in columns.items()}
-      values = {name: value.as_py() if hasattr(value, "as_py") else value for name, value in values.items()}
+      values = {name: column[number - first].as_py() for name, column in columns.items()}
     except (IndexError, UnicodeDecodeError) as error:
       raise base.CorruptError(f"{self._path}, row {number}: {error}") from error
     return dict.fromkeys(self.names) | values
@@ -225,10 +222,7 @@ class _Parquet:
       table = self.file.read_row_group(group, columns=[name for name in self.names if name in names])
     except Exception as error:  # as above
       raise base.CorruptError(f"{self._path}, row group {group} (rows from {first}): {error}") from error
-    columns = dict(zip(table.column_names, table.columns, strict=True))
-    with contextlib.suppress(UnicodeDecodeError):  # then row by row, which names the one
-      columns = {name: x.to_pylist() for name, x in columns.items()} if self._in_order else columns
-    return first, columns
+    return first, dict(zip(table.column_names, table.columns, strict=True))
 
 
 def _index_rows(tables: tuple, path: str, _: str, columns: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
