@@ -37,6 +37,11 @@ def part_name(name: str, part: str) -> str:
   return f"ghost_{name}_{part}"
 
 
+@functools.cache
+def _scalars_shape(rule: UpdateRule) -> tuple[int, ...]:
+  return jax.eval_shape(rule.scalars, 0, 1.0).shape
+
+
 @dataclasses.dataclass(frozen=True)
 class DirectionSpec:
   """Static description of a twin's directions: u = P_tᵀ G, with P_t the response of `rule` to this step's gradient.
@@ -106,7 +111,7 @@ class ScoredParam:
     if self.spec.in_backward:
       kept = rule.state_shapes(jax.ShapeDtypeStruct(self.shape, jnp.float32))
       read = {name: (*stack, *kept[name].shape) for name in rule.reads(self.parameter)}
-      return gradient | read | {"scalars": (*stack, *jax.eval_shape(rule.scalars, 0, 1.0).shape)}
+      return gradient | read | {"scalars": (*stack, *_scalars_shape(rule))}
     if not self.low_rank:
       return gradient
     inputs, outputs = self.parameter.matrix_shape(self.shape)
