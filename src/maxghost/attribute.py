@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
       help=f"the documents to score: text, .jsonl or .parquet; or {RUN}: what the run has trained on")  # fmt: skip
   add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
   add("--output", type=Path, metavar="PATH", help="new folder for the score log; with --index a JSON file")
-  add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.DIRECTIONS)} (the run's ghost_direction)")
+  add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.directions())} (the run's ghost_direction)")
   add("--method", default="", metavar="NAME", help="with --index: contribution, or the baseline less (contribution)")
   add("--index", type=Path, metavar="DIR", help="folder of gradient sketches: written with --data, read for --queries")
   add("--directions", type=int, default=DIRECTIONS, metavar="R",

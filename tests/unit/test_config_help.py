@@ -45,7 +45,7 @@ def test_help_of_one_key_tells_type_default_limits_and_section():
     "  default: adamw",
     "  limits:  " + "one of " + ", ".join(config.fields()["opt_type"].metadata["choices"]),
     "  section: optimizer: AdamW, SGD or Muon and their schedule.",
-    "  example: opt_type=" + config.fields()["opt_type"].metadata["choices"][-1],
+    "  example: opt_type=" + [*config.fields()["opt_type"].metadata["choices"]][-1],
   ]
   assert "limits:  from 0 to 0.999" in printed("dropout_rate")
   assert "example" not in printed("ghost_val_sets")  # the default, empty, shows nothing

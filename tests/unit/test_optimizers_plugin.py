@@ -108,11 +108,14 @@ class Silent(Mixer):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-  monkeypatch.setattr(plugins, "OPTIMIZERS", table := dict(plugins.OPTIMIZERS))
-  monkeypatch.setitem(plugins.KINDS, "opt_type", table)
+def registered():
+  """The rules' lines in the table, for the tests of this file alone."""
+  before = dict(plugins.OPTIMIZERS)
   optimizers.register(Mixer)
   optimizers.register(Silent)
+  yield
+  for name in plugins.OPTIMIZERS.keys() - before.keys():
+    del plugins.OPTIMIZERS[name]
 
 
 COLUMNS = ("predicted_examples", "inertia", "shrinkage", "unscored", "direction_residual")

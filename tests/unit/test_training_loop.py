@@ -541,7 +541,7 @@ def test_a_schedule_without_columns_is_logged_without_them(tmp_path, monkeypatch
 
   def without(self, state, batch, val_batches):
     state, out = original(self, state, batch, val_batches)
-    columns = (*plugins.LEDGER, "check_rel_err")
+    columns = (*plugins.ledger_columns(), "check_rel_err")
     return state, {name: value for name, value in out.items() if name not in columns}
 
   monkeypatch.setattr(ToyProgram, "train_step", without)

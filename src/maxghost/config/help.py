@@ -12,7 +12,7 @@ from maxghost.config.schema import SECTIONS
 
 def limits(field: dataclasses.Field) -> str:
   """The choices or bounds of a key in words, such as `one of a, b` or `1 or more`; empty when there are none."""
-  choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+  choices, minimum, maximum = values.limits(field)
   maximum = None if maximum == values.MOST else maximum
   if choices:
     each = "each one of " if values.is_tuple(field.type) else "one of "
@@ -70,7 +70,7 @@ def explain(key: str) -> str:
     ("type", values.type_name(field.type)), ("default", values.shown(field.default)),
     ("limits", limits(field) or "none"), ("section", f"{section}: {cls.__doc__}"),
   ]  # fmt: skip
-  if (value := field.metadata["choices"][-1] if field.metadata["choices"] else field.default) not in ("", ()):
+  if (value := (field.default, *values.limits(field)[0])[-1]) not in ("", ()):
     rows.append(("example", f"{key}={values.shown(value)}"))
   return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
 

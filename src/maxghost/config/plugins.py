@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from maxghost.config.files import read_table
@@ -108,20 +108,8 @@ REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")  # of data that h
 KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}
 
 
-class Names(Sequence[str]):
-  """The values of a key, read at each access: a plug-in may be registered after the key was made."""
-
-  def __init__(self, read: Callable[[], Sequence[str]]):
-    self._read = read
-
-  def __getitem__(self, index: Any) -> Any:
-    return self._read()[index]
-
-  def __len__(self) -> int:
-    return len(self._read())
-
-
 def directions() -> tuple[str, ...]:
+  """The values of ghost_direction."""
   known = (None, "sgd", *OF_STEP)
   own = [str(optimizer.direction) for optimizer in OPTIMIZERS.values() if optimizer.direction not in known]
   return ("auto", "sgd", *own, *OF_STEP, "second_order")
@@ -158,12 +146,6 @@ def objectives_of(objective: str, val_sets: Sequence[str]) -> list[Objective]:
 def is_files(domain: str) -> bool:
   """Whether a validation set is given by a glob of files and not by a domain."""
   return any(sign in domain for sign in "/*.")
-
-
-OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
-OBJECTIVE_NAMES = Names(lambda: tuple(OBJECTIVES))
-DIRECTIONS = Names(directions)
-LEDGER = Names(ledger_columns)
 
 
 def describe(key: str, cls: type) -> None:

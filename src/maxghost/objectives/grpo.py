@@ -58,6 +58,8 @@ class PolicyLoss(LanguageModelLoss):
     return super().batch_spec(num_rows, length) | more
 
   def from_reference(self, reference, batch):
+    if not self.beta:
+      return batch
     hidden = reference.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
     return dict(batch) | {OF_REFERENCE: self.log_probabilities(reference, hidden, batch["targets"])}
 

@@ -63,7 +63,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
   for optimizer in plugins.OPTIMIZERS.values():
     if optimizer.direction == direction:
       return optimizer.load().from_config(cfg)
-  raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
+  raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.directions())}")
 
 
 def reach(cfg: OptimizerConfig, direction: str, steps: int) -> np.ndarray | None:

@@ -22,7 +22,6 @@ import numpy as np
 from flax import nnx
 
 from maxghost.ghost.schedules import Model, passes
-from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import of_validation
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain, slash_path
@@ -118,8 +117,7 @@ class Outer:
 
     def of_slice(inner, val_batches):
       model = nnx.merge(self.slices.graphdef, inner).model
-      pairs = zip(of_each_set(of_validation(self.slices.cfg), val_batches), val_batches, strict=True)
-      return constrain(jnp.stack([passes.validation_mean(*loss(model, rows)) for loss, rows in pairs]), (None,))
+      return constrain(passes.validation_losses(model, of_validation(self.slices.cfg), val_batches), (None,))
 
     return self.slices.at_global(of_slice, whole, val_batches)
 

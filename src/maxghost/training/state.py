@@ -70,8 +70,10 @@ def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
 
 def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, *batches) -> tuple:
   """The batches with what each objective reads from `reference_model`, else from the model without its adapters."""
+  pairs = [*zip(of_each_set(objective, batches), batches, strict=True)]
+  if not any(one.reference for one, _ in pairs):
+    return batches
   reference = train_state.reference_model or adapters.disabled(train_state.model)
-  pairs = zip(of_each_set(objective, batches), batches, strict=True)
   return tuple(one.from_reference(reference, batch) for one, batch in pairs)
 
 
