@@ -19,7 +19,6 @@ from maxghost.config import ConfigError
 from maxghost.config.files import write_text
 from maxghost.config.schema import ModelConfig
 from maxghost.scorelog import selection
-from maxghost.trackers import TensorBoard
 from maxghost.training import console, metrics, run_directory
 from maxghost.training.batches import NUM_AHEAD, Prefetcher
 from maxghost.training.console import Console, eval_line, step_line
@@ -34,6 +33,7 @@ from maxghost.training.score_recorder import (
   scored_rows,
   stack_layers,
 )
+from maxghost.training.trackers import TensorBoard
 
 OUTPUTS = {
   "loss": np.float32(2.5),

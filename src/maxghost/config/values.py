@@ -277,7 +277,9 @@ def divisors(number: int) -> list[int]:
 def limits(field: Field) -> tuple[tuple, Any, Any]:
   """(choices, minimum, maximum) of a key, with the choices as they are now."""
   choices: Any = field.metadata["choices"]
-  return tuple(choices() if callable(choices) else choices), field.metadata["minimum"], field.metadata["maximum"]
+  if callable(choices):
+    choices = choices()
+  return tuple(choices), field.metadata["minimum"], field.metadata["maximum"]
 
 
 def limit_problems(field: Field, value: Any) -> list[str]:

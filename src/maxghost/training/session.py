@@ -20,7 +20,7 @@ from maxghost.objectives import create
 from maxghost.parallel import collectives, distributed
 from maxghost.parallel.watch import Watch
 from maxghost.serving.samples import Sampler
-from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
+from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state, trackers
 from maxghost.training.batches import Batches, Prefetcher
 from maxghost.training.loop import Outcome, Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
@@ -35,20 +35,20 @@ class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
-  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`. open_parameters: maps the tree of the state's
-  abstract arrays to a function that reads all or some of them from a given model; None: from init_weights_seed.
-  open_teacher: the same for the teacher. force: compiles a step even if it is estimated to need far too much memory.
+  open_parameters: maps the tree of the state's abstract arrays to a function that reads all or some of them from a
+  given model; None: from init_weights_seed. open_teacher: the same for the teacher. force: compiles a step even if it
+  is estimated to need far too much memory.
   With several processes, process 0 prints and writes what is common.
   """
 
   def __init__(self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *,
-               open_checkpoints: Callable, open_trackers: Callable, open_parameters: Callable | None = None,
-               force: bool = False, open_teacher: Callable | None = None, watch: Watch | None = None):  # fmt: skip
-    cfg, self._watch = plan.cfg, watch or Watch(plan.cfg.parallel.jax_distributed_timeouts[1])
+               open_checkpoints: Callable, open_parameters: Callable | None, open_teacher: Callable | None,
+               force: bool, watch: Watch):  # fmt: skip
+    cfg, self._watch = plan.cfg, watch
     self._watch.explain = self._first_collective
     self._watch.advice = lambda: f"{self.last_checkpoint()}; start all processes again to continue from it"
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
-    self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
+    self._path, self._open_checkpoints = existing.path, open_checkpoints
     self._console = console.Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
@@ -211,18 +211,18 @@ class Session:
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log, scores, trackers, sets = None, None, (), tuple(self._cfg.val_sets)
+    metrics_log, scores, followers, sets = None, None, (), tuple(self._cfg.val_sets)
     document, domains = self._dataset.document_id, self._dataset.source.domains
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes, position.metrics_crc)
       first = position.completed_steps if position.pending is None else position.pending["step"]
-      trackers = self._open_trackers(self._cfg, self._path, first)
+      followers = trackers.open_all(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path, self._plan.slices)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
     by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes)
-    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain, self._watch)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, followers, by_domain, self._watch)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
