@@ -326,7 +326,9 @@ def test_the_table_says_what_the_rules_say():
   """`config.plugins` is read without JAX; what its lines do not set (such as the offers) is told by the methods."""
   for name in ("adamw", "sgd", "muon"):
     rule = type(optimizers.create(dataclasses.replace(config.load().optimizer, opt_type=name)))
-    assert plugins.OPTIMIZERS[name] == optimizers.facts(rule, plugins.OPTIMIZERS[name].target)
+    assert plugins.OPTIMIZERS[name] == dataclasses.replace(
+      plugins.Optimizer.of(rule), target=plugins.OPTIMIZERS[name].target
+    )
 
 
 def test_the_optimizer_of_the_docs_has_the_ledger_it_promises():

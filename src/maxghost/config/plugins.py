@@ -9,7 +9,7 @@ import functools
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from maxghost.config.files import read_table
 
@@ -35,10 +35,15 @@ def scoring_problems(schedule: str, names: Mapping[str, str], asked: Mapping[str
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-  """target: "module:Class", or the class itself. schedules: values of ghost_schedule that it works with."""
+  """target: "module:Class", or the class itself. The other fields are class variables of it, which it explains."""
 
   target: str | type
   schedules: tuple[str, ...] = SCHEDULES
+
+  @classmethod
+  def of(cls, plugin: type) -> Self:
+    """The entry of a class."""
+    return cls(plugin, *(getattr(plugin, field.name) for field in dataclasses.fields(cls)[1:]))
 
   def load(self) -> Any:
     if not isinstance(self.target, str):
@@ -49,7 +54,7 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(Plugin):
-  """An update rule; the fields are those of `optimizers.UpdateRule`. offers: those of OF_STEP that it offers."""
+  """An update rule (`optimizers.UpdateRule`)."""
 
   direction: str | None = None
   columns: tuple[str, ...] = ()
@@ -70,13 +75,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Objective(Plugin):
-  """What a run minimises; the fields are those of `objectives.Objective`. perplexity: whether loss is nats per token.
-
-  reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
-  that is "base", the model without them); "teacher", another model; "" none.
-  validated_by: the objective of validation sets that name none; "" for the same one.
-  samples: whether its rows are answers that the model samples in training.
-  """
+  """What a run minimises (`objectives.Objective`)."""
 
   rows_per_unit: int = 1
   records: str = "text"

@@ -130,7 +130,7 @@ class TrainingLoop:
     is_plain = bool(self._val_sets) and step % self._cfg.ghost.ghost_every != 0
     name = "plain_step" if is_plain else "train_step"
     self._sinks.watch(step, f"waits until {name} is compiled")
-    run = getattr(self._program, name)
+    run = self._program.function(name)
     self._sinks.watch(step, f"starts {name}", name, bounded=True)
     self._state, outputs = run(self._state, fetched.arrays, () if is_plain else self._validation.batches(step))
     self._read_started()
@@ -138,7 +138,7 @@ class TrainingLoop:
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
     if self._program.outer:
       self._sinks.watch(step, "takes an outer step")
-      self._state, self._closing, account = self._program.outer.after(self._state, step, self._validation)
+      self._state, self._closing, account = self._program.outer(self._state, step, self._validation)
       if account:
         self._read_started()
         self._pending = (self._pending or {}) | account
@@ -164,7 +164,7 @@ class TrainingLoop:
     if not is_ready:
       self._program.executable("closing")
       self._restart_clock()
-    closing = self._program.closing(self._state, self._validation.batches(step - 1))
+    closing = self._program.function("closing")(self._state, self._validation.batches(step - 1))
     if turned := closing.pop("turned", None):
       self._state = carry(self._state, turned)
     return closing
@@ -179,7 +179,8 @@ class TrainingLoop:
       num_rows = self._cfg.data.per_device_batch_size * self._plan.layout.num_devices
       batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
       self._eval_batches = [self._plan.layout.put(batch.arrays) for batch in batches]
-    sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
+    evaluate = self._program.function("evaluate")
+    sums = [evaluate(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
     self._pending |= metrics.eval_metrics(jax.device_get(sums), self._cfg.evaluated)
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
@@ -222,7 +223,8 @@ class TrainingLoop:
     num_steps = self._cfg.run.steps
     if not self._validation.has_open_account(num_steps):
       return
-    closing = self._closing or self._program.closing(self._state, self._validation.batches(num_steps - 1))
+    if (closing := self._closing) is None:
+      closing = self._program.function("closing")(self._state, self._validation.batches(num_steps - 1))
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:
