@@ -74,23 +74,21 @@ def main(argv: list[str] | None = None) -> int:
 def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path], Path]:
   """(folder of the run, configuration, checkpoints, folder) of an index of this run. Raises ConfigError."""
   run_dir, given = attribute.resolve([run])
-  paths, folder = given.copy(), index or run_dir / "index"
+  folder, last = index or run_dir / "index", max(given)
   if not (folder / "index.json").is_file():
-    write = shlex.join(["maxghost", "attribute", str(paths[max(paths)]), "--data", "run", "--index", str(folder)])
+    write = shlex.join(["maxghost", "attribute", str(given[last]), "--data", "run", "--index", str(folder)])
     raise ConfigError(f"{folder}: no index there; write one: {write}")
   about = open_index(folder)
   if (method := about["method"]) != CONTRIBUTION:
     raise ConfigError(f"--index {folder}: of --method {method}, which knows no nats; write it without --method")
-  steps = [step for step, _ in about["checkpoints"]]
-  paths |= {step: at for step in steps if step not in paths and (at := run_dir / "checkpoints" / str(step)).is_dir()}
-  if missing := [step for step in steps if step not in paths]:
+  paths = {step: given.get(step, run_dir / "checkpoints" / str(step)) for step, _ in about["checkpoints"]}
+  if missing := [step for step, path in paths.items() if not path.is_dir()]:
     raise ConfigError(f"--index {folder}: made from step {missing[0]}, of which {run_dir} has no checkpoint")
-  if (last := max(given)) != steps[-1]:
-    way = f"ask {run_dir}/checkpoints/{steps[-1]}, or write an index of step {last}"
-    raise ConfigError(f"--index {folder}: made from step {steps[-1]}, not from step {last} of {run}; {way}")
+  if last != (newest := next(reversed(paths))):
+    way = f"ask {run_dir}/checkpoints/{newest}, or write an index of step {last}"
+    raise ConfigError(f"--index {folder}: made from step {newest}, not from step {last} of {run}; {way}")
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
   asks = argparse.Namespace(direction=about["direction"], index=folder, rows=None)
-  paths = {step: paths[step] for step in steps}
   return run_dir, attribute.scoring_config(cfg, asks, paths), paths, folder
 
 

@@ -189,11 +189,8 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
 
 def frozen(cfg: Config, wanted: Mapping[str, Any]) -> dict:
   """The arrays `wanted` of the base below the adapters of a run, from load_parameters_path or init_weights_seed."""
-  from flax.traverse_util import flatten_dict, unflatten_dict
-
   from maxghost.training import state
 
   given = cfg.checkpoint.load_parameters_path
   read = open_adapted(model_path.find(given, "load_parameters_path"), cfg, wanted, True) if given else None
-  found: dict[Any, Any] = flatten_dict(read() if read else state.to_tree(state.create_split(cfg)[1]))
-  return unflatten_dict({path: found[path] for path in flatten_dict(wanted)})
+  return state.chosen(read() if read else state.to_tree(state.create_split(cfg)[1]), wanted)

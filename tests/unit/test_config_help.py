@@ -1,5 +1,6 @@
 """Help texts, the listing of values, and configs/base.yml."""
 
+import contextlib
 import dataclasses
 import io
 import re
@@ -17,8 +18,8 @@ def printed(key=None, terminal=False, usage=""):
     def isatty(self):
       return terminal
 
-  stream = Stream()
-  print_help(key, stream, usage)
+  with contextlib.redirect_stdout(stream := Stream()):
+    print_help(key, usage)
   return re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue())
 
 

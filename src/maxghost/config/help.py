@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import TextIO
 
 from maxghost.config import renamed, values
 from maxghost.config.files import config_dir
@@ -40,10 +39,10 @@ def about(field: dataclasses.Field) -> str:
   return comments()[field.name].removesuffix(f" ({limits(field)})")
 
 
-def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
+def print_help(key: str | None = None, usage: str = "") -> None:
   """Prints all keys below `usage`, or explains one, with colours on a terminal. Raises ConfigError."""
   if key is not None:
-    print(explain(key), file=file)
+    print(explain(key))
     return
   from rich.console import Console
   from rich.text import Text
@@ -54,9 +53,9 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
     for f in dataclasses.fields(cls):
       parts = filter(None, (values.type_name(f.type), limits(f), f"default {values.shown(f.default)}"))
       text += Text.assemble("\n  ", (f"{f.name:<{width}}", "cyan"), f"  {about(f)} ", (f"[{'; '.join(parts)}]", "dim"))
-  with (console := Console(file=file)).capture() as captured:  # rich's own print ends the process at a closed pipe
+  with (console := Console()).capture() as captured:  # rich's own print ends the process at a closed pipe
     console.print(text, soft_wrap=True)
-  print(captured.get(), end="", file=file)
+  print(captured.get(), end="")
 
 
 def explain(key: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import maxghost
 from maxghost import config
@@ -205,7 +206,7 @@ class Session:
       tree = state.merged(tree, self._read_parameters())
     if state.REFERENCE in tree:
       model = self._read_teacher()["model"] if self._read_teacher else tree["model"]
-      tree[state.REFERENCE] = state.copied(model, tree[state.REFERENCE])
+      tree[state.REFERENCE] = jax.tree.map(jnp.copy, state.chosen(model, tree[state.REFERENCE]))
     begun = state.from_tree(tree, self._plan.inner)
     return self._plan.apart.begin(begun) if self._plan.apart else begun
 

@@ -194,10 +194,10 @@ def to_tree(state: nnx.State) -> dict:
   return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
 
 
-def copied(tree: Mapping, wanted: Mapping) -> dict:
-  """Copies of the arrays of a tree at the paths of another."""
+def chosen(tree: Mapping, wanted: Mapping) -> dict:
+  """The arrays of a tree at the paths of another."""
   flat: dict[Any, Any] = flatten_dict(tree)
-  return unflatten_dict({path: jnp.copy(flat[path]) for path in flatten_dict(wanted)})
+  return unflatten_dict({path: flat[path] for path in flatten_dict(wanted)})
 
 
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:
