@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxghost import attribute, config, generate, import_module
+from maxghost import attribute, config, generate, import_module, load_model
 from maxghost.attribution.index import CONTRIBUTION, open_index
+from maxghost.attribution.numbers import number
 from maxghost.attribution.output import console
 from maxghost.attribution.texts import print_notes, snippet
 from maxghost.config import Config, ConfigError
@@ -103,7 +104,6 @@ def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path
 
 def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tuple[list[int], list[int]]:
   """Ids of the prompt and of the answer, which is generated unless it is given."""
-  from maxghost import load_model
   from maxghost.serving import Generator, Sampling
   from maxghost.serving.samples import utf8
 
@@ -121,7 +121,6 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
   """The answer, and a table of its sources, or of those of one of its tokens."""
   from rich.text import Text
 
-  from maxghost.attribution.numbers import number
   from maxghost.attribution.terminal import make_table
 
   tokens, documents = found["tokens"], found["documents"][: args.top]
