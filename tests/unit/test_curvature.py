@@ -225,7 +225,7 @@ def test_what_does_not_go_together_is_named(keys):
 
 def test_the_estimate_of_memory_counts_the_stored_gradient():
   plain, secant, rarely = (
-    sum(row.bytes for row in memory.estimate(tiny.make_config(**changes)).resident)
+    memory.estimate(tiny.make_config(**changes)).arguments
     for changes in ({}, {"ghost_curvature": "secant"}, {"ghost_curvature": "secant", "ghost_val_every": 2})
   )
   size = sum(v.size for v in tiny.abstract_by_label(tiny.make_model(tiny.make_config())).values()) * 4

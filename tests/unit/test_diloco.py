@@ -483,7 +483,7 @@ def test_the_memory_estimate_counts_every_array_of_the_state():
     compiled = compiled_steps.build(plan).executable()
     sizes = memory_report.compiled_sizes(compiled.call.memory_analysis())
     assert plan.memory.arguments == pytest.approx(sizes["arguments"], rel=0.01)
-    assert any(row.name == "state of the outer step" for row in plan.memory.resident)
+    assert plan.memory.resident["state of the outer step"]
 
 
 def test_the_rows_of_a_process_know_their_slice():

@@ -19,8 +19,8 @@ from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import distributed
 from maxghost.parallel.shardings import Layout, map_state, slash_path
+from maxghost.training import host_memory
 from maxghost.training.devices import compiler_options
-from maxghost.training.host_memory import HostMemory
 
 REFERENCE = "reference_model"  # of a train state
 Split = tuple[nnx.GraphDef, nnx.State]
@@ -109,7 +109,7 @@ def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig
   graphdef, abstract = abstract_split(cfg, teacher)
 
   def init():
-    return HostMemory.of(cfg).put(nnx.state(create(cfg, teacher)))
+    return host_memory.put(cfg, nnx.state(create(cfg, teacher)))
 
   shardings = None if layout is None else layout.shardings(abstract)
   return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
@@ -118,7 +118,7 @@ def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig
 def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> Split:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg, teacher)))
-  return graphdef, HostMemory.of(cfg).abstract(state)
+  return graphdef, host_memory.abstract(cfg, state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def _clipped_update(cfg: Config, grads):
   clip_factor = factor_of(norm, threshold)
 
   def update(train_state, read) -> None:
-    if host_memory.HostMemory.of(cfg).updates:
+    if host_memory.updates(cfg):
       scale = lambda g: scaled(g, clip_factor, threshold)  # noqa: E731
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
