@@ -408,7 +408,7 @@ def test_an_error_of_the_score_writer_reaches_the_loop(tmp_path):
     def close(self):
       pass
 
-  recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
+  recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",))
   recorder.record(3, None, np.zeros(1), None)
   for call in (recorder.position, lambda: recorder.record(4, None, None, None), recorder.close):
     with pytest.raises(ScoreLogError, match="no space left"):
@@ -429,7 +429,7 @@ def test_the_loop_waits_for_a_score_writer_that_is_far_behind(tmp_path):
     def close(self):
       pass
 
-  recorder = ScoreRecorder(SlowDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
+  recorder = ScoreRecorder(SlowDisk(), lambda index: ("code", "x", 0), ("code",))
   for step in range(QUEUE_LENGTH):
     recorder.record(step, None, None, None)
   further = threading.Thread(target=recorder.record, args=(QUEUE_LENGTH, None, None, None))

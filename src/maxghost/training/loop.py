@@ -54,24 +54,17 @@ class Sinks(NamedTuple):
           stack.callback(sink.close)
 
 
-class Outcome(NamedTuple):
-  """Result of the loop. seconds: of each step of this process; the first one is a warm-up."""
-
-  completed_steps: int
-  interrupted: bool
-  seconds: tuple[float, ...]
-
-
 class TrainingLoop:
-  """Runs the steps of a run from a position to its end, or to a signal. sampler: maps the train state to a sampled
-  text. rollouts: samples the answers that the steps train on; None: training data is only read."""
+  """Runs the steps of a run from a position to its end, or to a signal. validation_batch: as `draw` of
+  `ValidationRows`. sampler: maps the train state to a sampled text. rollouts: samples the answers that the steps train
+  on; None: training data is only read."""
 
-  def __init__(self, plan: Plan, program: Program, dataset, sinks: Sinks, signals: StopSignals, *,
+  def __init__(self, plan: Plan, program: Program, validation_batch: Callable, sinks: Sinks, signals: StopSignals, *,
                reweighter: Reweighter | None = None, sampler: Callable[[Any], str] | None = None,
                rollouts: Rollouts | None = None):  # fmt: skip
-    self._plan, self._cfg, self._program, self._dataset, self._sinks = plan, plan.cfg, program, dataset, sinks
+    self._plan, self._cfg, self._program, self._sinks = plan, plan.cfg, program, sinks
     self._signals, self._val_sets = signals, tuple(plan.cfg.val_sets)
-    self._validation = ValidationRows(plan.cfg.ghost, dataset, plan.cfg.val_sets, plan.layout.put)
+    self._validation = ValidationRows(plan.cfg.ghost, validation_batch, plan.cfg.val_sets, plan.layout.put)
     self._reweighter, self._sampler, self._rollouts = reweighter, sampler, rollouts
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
     self._by_domain: Callable[[], dict[str, float]] = dict  # belongs to the pending record
@@ -79,10 +72,11 @@ class TrainingLoop:
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
 
-  def run(self, state, position: Position, prefetcher: Prefetcher) -> Outcome:
-    """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise. When this
-    returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The last
-    record of metrics.jsonl is written after everything else, so it marks a complete run."""
+  def run(self, state, position: Position, prefetcher: Prefetcher) -> tuple[int, list[float]]:
+    """Trains from `position` on; returns the completed steps, and the seconds of each of this process, the first a
+    warm-up. The state is donated. Raises NonFiniteMetricError, and what the sinks raise. When this returns, the last
+    checkpoint is on disk. After the last step the closing validation loss is recorded. The last record of
+    metrics.jsonl is written after everything else, so it marks a complete run."""
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
     self._closing: dict[str, Any] | None = position.closing  # outputs of `step.make_closing` before an outer step
@@ -111,7 +105,7 @@ class TrainingLoop:
       raise
     finally:
       self._sinks.console.stop()
-    return Outcome(self._position.completed_steps, self._position.completed_steps < num_steps, tuple(self._seconds))
+    return self._position.completed_steps, self._seconds
 
   # Starting a step.
 
@@ -177,10 +171,9 @@ class TrainingLoop:
     self._sinks.watch(None, "evaluates", "evaluate")
     if not self._eval_batches:
       num_rows = self._cfg.data.per_device_batch_size * self._plan.layout.num_devices
-      batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
+      batches = [self._validation.draw(i, num_rows) for i in range(self._cfg.run.eval_steps)]
       self._eval_batches = [self._plan.layout.put(batch.arrays) for batch in batches]
-    evaluate = self._program.function("evaluate")
-    sums = [evaluate(self._state, batch) for batch in self._eval_batches]
+    sums = [self._program.function("evaluate")(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
     self._pending |= metrics.eval_metrics(jax.device_get(sums), self._cfg.evaluated)
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))

@@ -22,8 +22,8 @@ from maxghost.parallel import collectives, distributed
 from maxghost.parallel.watch import Watch
 from maxghost.serving.samples import Sampler
 from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state, trackers
-from maxghost.training.batches import Batches, Prefetcher
-from maxghost.training.loop import Outcome, Sinks, TrainingLoop
+from maxghost.training.batches import Prefetcher
+from maxghost.training.loop import Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import Plan
 from maxghost.training.reweighting import Reweighter
@@ -70,14 +70,14 @@ class Session:
       with contextlib.ExitStack() as opened:
         opened.enter_context(self._claim())
         try:
-          outcome = self._train(opened)
+          completed, seconds = self._train(opened)
         except BaseException as error:
           if distributed.is_lost_peer(error):
             opened.pop_all()  # closing would wait for the others
           if isinstance(error, config.ConfigError) and distributed.is_first():
             run_directory.withdraw(self._existing)
           raise
-      return self._conclude(outcome)
+      return self._conclude(completed, seconds)
     except (RuntimeError, ValueError) as error:  # raised by the runtimes, also through Orbax
       if distributed.is_lost_peer(error):
         distributed.end_without_peers(error, self._watch.advice())
@@ -116,9 +116,9 @@ class Session:
       raise config.ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
-  def _train(self, opened: contextlib.ExitStack) -> Outcome:
+  def _train(self, opened: contextlib.ExitStack) -> tuple[int, list[float]]:
     """Opens logs and checkpoints, which `opened` closes, and runs the loop."""
-    plan, cfg, dataset = self._plan, self._cfg, self._dataset
+    plan, cfg, dataset, domains = self._plan, self._cfg, self._dataset, self._cfg.data.validation_sets
     train_state, position = self._restore()
     sinks = self._open_sinks(position)
     opened.callback(sinks.close)
@@ -131,9 +131,12 @@ class Session:
       weights = parse_weights(cfg.data, dataset.source.domains)
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
-    sets = zip(cfg.data.validation_sets.items(), cfg.set_objectives, strict=True)
-    of_sets = {name: (domain, create(cfg, own).prepare) for (name, domain), own in sets}
-    batches = Batches(dataset, create(cfg).prepare, of_sets)
+    prepare = {name: create(cfg, own).prepare for name, own in zip(domains, cfg.set_objectives, strict=True)}
+
+    def validation_batch(index: int, num_rows: int, name: str = "") -> Any:
+      name = name or next(iter(domains))
+      return prepare[name](dataset.validation_batch(index, num_rows, domains[name]))
+
     put: Callable = functools.partial(plan.layout.put, num_rows=plan.rows)
     num_batches, rollouts = cfg.run.steps - position.completed_steps, None
     if cfg.samples:
@@ -141,17 +144,17 @@ class Session:
       opened.callback(rollouts.close)
       rollouts.restore(position.rollouts)
       put, num_batches = lambda arrays: None, rollouts.num_samplings(position.completed_steps)
-    prefetcher = Prefetcher(batches, put, num_batches)
+    prefetcher = Prefetcher(dataset.train, put, num_batches, create(cfg).prepare)
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
-      plan, self._program, batches, sinks, self._signals,
+      plan, self._program, validation_batch, sinks, self._signals,
       reweighter=reweighter, sampler=self._sampler, rollouts=rollouts,
     )  # fmt: skip
-    outcome = loop.run(train_state, position, prefetcher)
+    result = loop.run(train_state, position, prefetcher)
     if not position.completed_steps:  # the reader counts what this process has read
       self._console.line(dataset.train.describe())
-    return outcome
+    return result
 
   def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
@@ -252,11 +255,11 @@ class Session:
     }  # fmt: skip
     write_text(self._path / "run_facts.json", json.dumps(sealed(facts), indent=2) + "\n")
 
-  def _conclude(self, outcome: Outcome) -> int:
-    if outcome.interrupted:
-      lines = console.interrupted_lines(self._cfg, outcome.completed_steps, self._path, self._signals.name)
+  def _conclude(self, completed: int, seconds: list[float]) -> int:
+    if interrupted := completed < self._cfg.run.steps:
+      lines = console.interrupted_lines(self._cfg, completed, self._path, self._signals.name)
     else:
-      lines = console.end_lines(self._plan, outcome.seconds, self._path) if distributed.is_first() else []
+      lines = console.end_lines(self._plan, seconds, self._path) if distributed.is_first() else []
     for line in lines:
       self._console.line(line)
-    return self._signals.exit_code if outcome.interrupted else 0
+    return self._signals.exit_code if interrupted else 0
