@@ -153,13 +153,13 @@ class Selector(Scorer):
     return learning_rate * len(gram_BB) / num_chosen(self.cfg, len(gram_BB)) * curvature * gram_BB
 
 
-def make_selector(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: int, num_segments: int) -> Selector:
+def make_selector(cfg: Config, model: nnx.Module, batch, *, num_sets: int, num_segments: int) -> Selector:
   """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
   rows = jax.tree.leaves(batch)[0].shape[0]
   k = num_chosen(cfg, rows)
   of = lambda n: {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}  # noqa: E731
   sizes, twin = {"num_sets": num_sets, "num_segments": num_segments}, None
-  scorer, candidates = (scoring.make_scorer(cfg, graphdef, model, of(n), **sizes) for n in (k, rows))
+  scorer, candidates = (scoring.make_scorer(cfg, model, of(n), **sizes) for n in (k, rows))
   if cfg.ghost.ghost_select == "greats":
     options = {"num_sets": 1, "num_positions": None, "spec": sketch.SPEC, "exclude": scoring.excluded(cfg, model)}
     twin = prepare_twin(model, of(rows), create(cfg), **options)

@@ -41,7 +41,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
     read = lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows)  # noqa: E731
     (batch,) = jax.eval_shape(read, state, batch)
-    scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
+    scorer = make(cfg, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
