@@ -43,7 +43,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
-  parser.set_defaults(cache=0)  # of `generate.cache_size`: as needed
   args = parser.parse(argv)
   parser.check(args, top=1, token=1, max_new_tokens=1)
   parser.check(args, SEEDS[1], seed=SEEDS[0])
@@ -89,8 +88,7 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
     way = f"ask {run_dir}/checkpoints/{newest}, or write an index of step {last}"
     raise ConfigError(f"--index {folder}: made from step {newest}, not from step {last} of {run}; {way}")
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
-  asks = argparse.Namespace(direction=about["direction"], index=folder, rows=None)
-  return run_dir, attribute.scoring_config(cfg, asks, paths), paths, folder
+  return run_dir, attribute.scoring_config(cfg, paths, about["direction"]), paths, folder
 
 
 def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path) -> Any:
@@ -112,7 +110,7 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   if args.answer is not None:
     return prompt_ids, tokenizer.encode([utf8(args.answer, "--answer")])[0].tolist()
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
-  size, sampling = generate.cache_size(args, cfg, len(prompt_ids)), Sampling(args.temperature)
+  size, sampling = generate.cache_size(cfg, len(prompt_ids), args.max_new_tokens), Sampling(args.temperature)
   generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))
   return prompt_ids, generator.generate(state, [prompt_ids], args.max_new_tokens, seed=args.seed).row(0).tolist()
 

@@ -11,7 +11,7 @@ from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig, pipeline
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import WEIGHTS_ONLY
-from maxghost.config.values import naming, shown
+from maxghost.config.values import naming, shown, slash_path
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
@@ -149,7 +149,6 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
 
   from maxghost import models
   from maxghost.adapters.quantized import quantize
-  from maxghost.parallel.shardings import slash_path
 
   flat: dict[Any, Any] = flatten_dict(wanted["model"])
   fresh = {slash_path(path): path for path in flat if "lora" in path or "_lora_" in path[-1]}

@@ -5,7 +5,6 @@ gradient per document.
 """
 
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -270,11 +269,9 @@ def test_the_command_logs_its_direction_and_resumes_bit_for_bit(tmp_path, capsys
 
 
 def test_queries_of_a_run_with_a_secant_are_scored_to_first_order(capsys):
-  args = types.SimpleNamespace(direction="", index=None, rows=None)
-  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant", "ghost_direction=path"), args, {})
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant", "ghost_direction=path"), {})
   assert cfg.direction_name == "path" and "these scores are of first order" in capsys.readouterr().err
-  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=hessian"), args, {})
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=hessian"), {})
   assert cfg.direction_name == "adam+hessian" and not capsys.readouterr().err
-  args.direction = "sgd"
-  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant"), args, {})
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant"), {}, "sgd")
   assert cfg.direction_name == "sgd" and not capsys.readouterr().err
