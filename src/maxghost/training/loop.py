@@ -194,8 +194,6 @@ class TrainingLoop:
     if completed == self._saved_steps and not sinks.checkpoints.only_local:
       return
     sinks.watch(None, "saves a checkpoint")
-    for tracker in sinks.trackers:
-      tracker.flush()
     log, scores, closing = sinks.metrics, sinks.scores, self._closing
     position = dataclasses.replace(
       self._position, metrics_bytes=log.position() if log else 0, metrics_crc=log.checksum if log else None,
