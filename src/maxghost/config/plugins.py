@@ -45,6 +45,10 @@ class Plugin:
     """The entry of a class."""
     return cls(plugin, *(getattr(plugin, field.name) for field in dataclasses.fields(cls)[1:]))
 
+  def takes(self, schedule: str) -> bool:
+    """Whether it works with a ghost_schedule, of which forward_mode has the passes of two_pass."""
+    return schedule.replace("forward_mode", "two_pass") in self.schedules
+
   def load(self) -> Any:
     if not isinstance(self.target, str):
       return self.target
