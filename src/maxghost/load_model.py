@@ -81,9 +81,10 @@ def check_config(cfg: Config) -> ModelPlace:
   return place
 
 
-def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
-  """(the model of `distill_teacher`, what opens its parameters), or None. Raises ConfigError if it does not fit."""
-  if cfg.reference != "teacher":
+def teacher(cfg: Config, offline: bool = False) -> tuple[ModelConfig, Callable] | None:
+  """(the model of `distill_teacher`, what opens its parameters), or None for a run that reads no teacher unless
+  offline: its logits are to be written. Raises ConfigError if it does not fit."""
+  if cfg.reference != "teacher" and not offline:
     return None
   path, said = cfg.optimizer.distill_teacher, f"distill_teacher={cfg.optimizer.distill_teacher}"
   place, found = find(path, key="distill_teacher")
