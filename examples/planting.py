@@ -72,9 +72,8 @@ def gradient_norms(run: Path, pool: str) -> dict[tuple[str, str, int], float]:
   from maxghost.objectives import create
   from maxghost.training import state
 
-  args = attribute.parse([str(run), "--index", "x", "--data", "x=y"])
   _, paths = attribute.resolve([Path(run)])
-  cfg = attribute.scoring_config(config.load(str(Path(run) / "config.yml")), args, paths)
+  cfg = attribute.scoring_config(config.load(str(Path(run) / "config.yml")), paths)
   corpus, objective = Corpus((pool,), cfg.data, "--data", cfg.records), create(cfg)
   graphdef = state.abstract_split(cfg)[0]
 
