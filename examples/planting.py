@@ -93,7 +93,7 @@ def gradient_norms(run: Path, pool: str) -> dict[tuple[str, str, int], float]:
   for batch in map(objective.prepare, corpus.batches(8)):
     for row, slot in np.argwhere(batch.document_BS >= 0):
       one = jax.tree.map(lambda x, row=row: jax.lax.dynamic_slice_in_dim(x, row, 1), batch.arrays)
-      found[tuple(corpus.document_id(batch.document_BS[row, slot]))] = float(norm(point.state, one, 1 + slot))
+      found[tuple(corpus.document_record(batch.document_BS[row, slot])[:3])] = float(norm(point.state, one, 1 + slot))
   return found
 
 
