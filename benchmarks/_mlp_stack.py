@@ -19,7 +19,7 @@ from maxghost.ghost.schedules import passes
 from maxghost.models import stack
 from maxghost.models.decoder_layer import GatedMlp
 from maxghost.objectives import StagedLoss
-from maxghost.training.host_memory import HostMemory
+from maxghost.training import host_memory
 
 
 class Layer(nnx.Module):
@@ -110,5 +110,5 @@ def make(cfg: Config):
     return passed.grads, passed.scores
 
   # A train state calls the model's part of itself "model".
-  placed = HostMemory.of(cfg).abstract(nnx.State({"model": params}))
+  placed = host_memory.abstract(cfg, nnx.State({"model": params}))
   return run, placed["model"], batch

@@ -27,8 +27,7 @@ from maxghost import config as configuration
 from maxghost.config.values import divisors
 from maxghost.parallel import shardings, topologies
 from maxghost.parallel.shardings import Layout
-from maxghost.training import aot, state
-from maxghost.training.host_memory import HostMemory
+from maxghost.training import aot, host_memory, state
 from maxghost.training.memory import estimate
 from maxghost.training.memory_report import MemoryEstimate, compiled_sizes, verdict
 from maxghost.training.plan import Plan
@@ -153,7 +152,7 @@ def gradient_only(cfg, model_type: Callable[..., nnx.Module]) -> MemoryEstimate:
   def build(cfg):
     train_state = nnx.eval_shape(lambda: state.TrainStateNNX(model_type(cfg.model, rngs=nnx.Rngs(0))))
     graphdef, abstract = nnx.split(train_state)
-    return graphdef, HostMemory.of(cfg).abstract(abstract)
+    return graphdef, host_memory.abstract(cfg, abstract)
 
   return estimate(cfg, build=build)
 

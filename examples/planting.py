@@ -72,9 +72,8 @@ def gradient_norms(run: Path, pool: str) -> dict[tuple[str, str, int], float]:
   from maxghost.objectives import create
   from maxghost.training import state
 
-  args = attribute.parse([str(run), "--index", "x", "--data", "x=y"])
   _, paths = attribute.resolve([Path(run)])
-  cfg = attribute.scoring_config(config.load(str(Path(run) / "config.yml")), args, paths)
+  cfg = attribute.scoring_config(config.load(str(Path(run) / "config.yml")), paths)
   corpus, objective = Corpus((pool,), cfg.data, "--data", cfg.records), create(cfg)
   graphdef = state.abstract_split(cfg)[0]
 
@@ -94,7 +93,7 @@ def gradient_norms(run: Path, pool: str) -> dict[tuple[str, str, int], float]:
   for batch in map(objective.prepare, corpus.batches(8)):
     for row, slot in np.argwhere(batch.document_BS >= 0):
       one = jax.tree.map(lambda x, row=row: jax.lax.dynamic_slice_in_dim(x, row, 1), batch.arrays)
-      found[tuple(corpus.document_id(batch.document_BS[row, slot]))] = float(norm(point.state, one, 1 + slot))
+      found[tuple(corpus.document_record(batch.document_BS[row, slot])[:3])] = float(norm(point.state, one, 1 + slot))
   return found
 
 

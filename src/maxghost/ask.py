@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxghost import attribute, config, generate, import_module
+from maxghost import attribute, config, generate, import_module, load_model
 from maxghost.attribution.index import CONTRIBUTION, open_index
+from maxghost.attribution.numbers import number
 from maxghost.attribution.output import console
 from maxghost.attribution.texts import print_notes, snippet
 from maxghost.config import Config, ConfigError
@@ -42,7 +43,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
-  parser.set_defaults(cache=0)  # of `generate.cache_size`: as needed
   args = parser.parse(argv)
   parser.check(args, top=1, token=1, max_new_tokens=1)
   parser.check(args, SEEDS[1], seed=SEEDS[0])
@@ -74,24 +74,21 @@ def main(argv: list[str] | None = None) -> int:
 def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path], Path]:
   """(folder of the run, configuration, checkpoints, folder) of an index of this run. Raises ConfigError."""
   run_dir, given = attribute.resolve([run])
-  paths, folder = given.copy(), index or run_dir / "index"
+  folder, last = index or run_dir / "index", max(given)
   if not (folder / "index.json").is_file():
-    write = shlex.join(["maxghost", "attribute", str(paths[max(paths)]), "--data", "run", "--index", str(folder)])
+    write = shlex.join(["maxghost", "attribute", str(given[last]), "--data", "run", "--index", str(folder)])
     raise ConfigError(f"{folder}: no index there; write one: {write}")
   about = open_index(folder)
   if (method := about["method"]) != CONTRIBUTION:
     raise ConfigError(f"--index {folder}: of --method {method}, which knows no nats; write it without --method")
-  steps = [step for step, _ in about["checkpoints"]]
-  paths |= {step: at for step in steps if step not in paths and (at := run_dir / "checkpoints" / str(step)).is_dir()}
-  if missing := [step for step in steps if step not in paths]:
+  paths = {step: given.get(step, run_dir / "checkpoints" / str(step)) for step, _ in about["checkpoints"]}
+  if missing := [step for step, path in paths.items() if not path.is_dir()]:
     raise ConfigError(f"--index {folder}: made from step {missing[0]}, of which {run_dir} has no checkpoint")
-  if (last := max(given)) != steps[-1]:
-    way = f"ask {run_dir}/checkpoints/{steps[-1]}, or write an index of step {last}"
-    raise ConfigError(f"--index {folder}: made from step {steps[-1]}, not from step {last} of {run}; {way}")
+  if last != (newest := next(reversed(paths))):
+    way = f"ask {run_dir}/checkpoints/{newest}, or write an index of step {last}"
+    raise ConfigError(f"--index {folder}: made from step {newest}, not from step {last} of {run}; {way}")
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
-  asks = argparse.Namespace(direction=about["direction"], index=folder, rows=None)
-  paths = {step: paths[step] for step in steps}
-  return run_dir, attribute.scoring_config(cfg, asks, paths), paths, folder
+  return run_dir, attribute.scoring_config(cfg, paths, about["direction"]), paths, folder
 
 
 def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path) -> Any:
@@ -105,7 +102,6 @@ def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path
 
 def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tuple[list[int], list[int]]:
   """Ids of the prompt and of the answer, which is generated unless it is given."""
-  from maxghost import load_model
   from maxghost.serving import Generator, Sampling
   from maxghost.serving.samples import utf8
 
@@ -114,7 +110,7 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   if args.answer is not None:
     return prompt_ids, tokenizer.encode([utf8(args.answer, "--answer")])[0].tolist()
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
-  size, sampling = generate.cache_size(args, cfg, len(prompt_ids)), Sampling(args.temperature)
+  size, sampling = generate.cache_size(cfg, len(prompt_ids), args.max_new_tokens), Sampling(args.temperature)
   generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))
   return prompt_ids, generator.generate(state, [prompt_ids], args.max_new_tokens, seed=args.seed).row(0).tolist()
 
@@ -123,7 +119,6 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
   """The answer, and a table of its sources, or of those of one of its tokens."""
   from rich.text import Text
 
-  from maxghost.attribution.numbers import number
   from maxghost.attribution.terminal import make_table
 
   tokens, documents = found["tokens"], found["documents"][: args.top]

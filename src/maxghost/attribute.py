@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
       help=f"the documents to score: text, .jsonl or .parquet; or {RUN}: what the run has trained on")  # fmt: skip
   add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
   add("--output", type=Path, metavar="PATH", help="new folder for the score log; with --index a JSON file")
-  add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.DIRECTIONS)} (the run's ghost_direction)")
+  add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.directions())} (the run's ghost_direction)")
   add("--method", default="", metavar="NAME", help="with --index: contribution, or the baseline less (contribution)")
   add("--index", type=Path, metavar="DIR", help="folder of gradient sketches: written with --data, read for --queries")
   add("--directions", type=int, default=DIRECTIONS, metavar="R",
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
   step_rows = rows_per_step(cfg, run_dir)
   if args.method == LESS:
     check_less(cfg, args, paths)
-  run_cfg, cfg = cfg, scoring_config(cfg, args, paths)
+  run_cfg, cfg = cfg, scoring_config(cfg, paths, args.direction, None if args.index else args.rows)
   import jax
 
   from maxghost.attribution.corpus import Corpus
@@ -123,24 +123,25 @@ def main(argv: list[str] | None = None) -> int:
   return _exact(args, cfg, paths, corpus, queries, step_rows, run_cfg)
 
 
-def scoring_config(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) -> Config:
+def scoring_config(cfg: Config, paths: dict[int, Path], asked: str = "", rows: int | None = None) -> Config:
   """The run's configuration for single scored steps, with the name of the optimizer's direction in place of auto.
 
-  Fewer rows are not accumulated. Checkpoints without optimizer state have the learning rate of a warmed-up run.
+  asked: the direction, empty for that of the run. rows: scored together, None for those of a step; others are not
+  accumulated. Checkpoints without optimizer state have the learning rate of a warmed-up run.
   """
-  direction = args.direction or cfg.ghost.ghost_direction
-  changes: dict[str, Any] = {} if args.index or not args.rows else {"gradient_accumulation_steps": 1}
+  direction = asked or cfg.ghost.ghost_direction
+  changes: dict[str, Any] = {"gradient_accumulation_steps": 1} if rows else {}
   if cfg.ghost.ghost_schedule == "concat":  # one validation set, and a stale preconditioner
     changes["ghost_schedule"] = "two_pass"
   if bare := [path for path in paths.values() if not has_optimizer(path)]:
-    if args.direction != "sgd":
+    if asked != "sgd":
       raise ConfigError(f"{bare[0]} holds no optimizer state, which the direction needs; give --direction sgd")
     changes |= {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
   if direction == "auto":
     direction = plugins.OPTIMIZERS[cfg.optimizer.opt_type].direction or direction
-  if args.direction or cfg.ghost.curvature == "secant":
+  if asked or cfg.ghost.curvature == "secant":
     changes["ghost_curvature"] = "none"
-  if cfg.ghost.curvature == "secant" and not args.direction:
+  if cfg.ghost.curvature == "secant" and not asked:
     needs = "needs the queries' gradient of the step before: these scores are of first order"
     print(f"maxghost: the run's ghost_curvature=secant {needs}", file=sys.stderr)
   return config.replace(

@@ -13,8 +13,6 @@ from maxghost.config.help import list_values, print_help
 from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import guarded
 
-USER_ERROR = ConfigError.exit_code
-
 # verb -> (module, description); a module is imported when its verb runs.
 VERBS = {
   "train": ("maxghost.train", "train a model and score every training example"),
@@ -108,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = (f"  {verb:<{width}}  {about}" for verb, (_, about) in VERBS.items())
     print("usage: maxghost COMMAND [...]", "", *lines, sep="\n")
     print("\nmaxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.")
-    return 0 if arguments else USER_ERROR
+    return 0 if arguments else ConfigError.exit_code
   if arguments[0] in ("-V", "--version"):
     print(f"maxghost {__version__}")
     return 0

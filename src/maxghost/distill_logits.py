@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost import cli, config
+from maxghost import cli
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, Writer, settings
 
@@ -31,27 +31,26 @@ def _run(cfg: Config) -> int:
   from maxghost import data, load_model
   from maxghost.data import build
 
-  online = config.replace(cfg, offline_data_dir="")
-  teacher = load_model.teacher(online)
+  teacher = load_model.teacher(cfg, offline=True)
   assert teacher is not None, "the configuration has a teacher"
-  corpus = build.open_all(online.data, online.run.data_shuffle_seed, online.model.vocab_size, online.records)
+  corpus = build.open_all(cfg.data, cfg.run.data_shuffle_seed, cfg.model.vocab_size, cfg.records)
   from maxghost.interop.convert import new_folder
   from maxghost.parallel import distributed
   from maxghost.training import devices
 
-  layout = devices.open_layout(online)
+  layout = devices.open_layout(cfg)
   if distributed.count() > 1:
     raise ConfigError(f"distill-logits runs in one process, not in {distributed.count()}; its folder serves any number")
-  rows, top_k = devices.rows_per_step(online, layout.num_devices), keys.distill_top_k or online.model.vocab_size
-  kind = {"batch_size": rows, "tokenizer": corpus[1], "records": online.records}
-  dataset = data.make_dataset(corpus[0], online.data, online.run.data_shuffle_seed, **kind)
-  at_once, position = online.data.per_device_batch_size * layout.num_devices, dataset.train.state()
-  about = {"steps": online.run.steps, "rows": rows, "entries": top_k, "settings": settings(online)}
+  rows, top_k = devices.rows_per_step(cfg, layout.num_devices), keys.distill_top_k or cfg.model.vocab_size
+  kind = {"batch_size": rows, "tokenizer": corpus[1], "records": cfg.records}
+  dataset = data.make_dataset(corpus[0], cfg.data, cfg.run.data_shuffle_seed, **kind)
+  at_once, position = cfg.data.per_device_batch_size * layout.num_devices, dataset.train.state()
+  about = {"steps": cfg.run.steps, "rows": rows, "entries": top_k, "settings": settings(cfg)}
   about["data"] = {name: position[name] for name in ("fingerprint", "files")}
-  look, dtype, checksum = _open_teacher(online, layout, teacher, top_k, at_once)
+  look, dtype, checksum = _open_teacher(cfg, layout, teacher, top_k, at_once)
   with new_folder(Path(folder)) as temporary:
-    writer = Writer(temporary, top_k, online.model.vocab_size, dtype)
-    for arrays in _rows(online, dataset, at_once):
+    writer = Writer(temporary, top_k, cfg.model.vocab_size, dtype)
+    for arrays in _rows(cfg, dataset, at_once):
       if writer.lacks(arrays):
         writer.add(arrays, look(arrays))
     about |= {"teacher": str(Path(keys.distill_teacher).resolve()), "teacher_checksum": checksum}

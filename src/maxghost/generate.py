@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   texts = _prompts(args)
   prompts, stop_ids = encoded(texts, args.chat, cfg, tokenizer)
-  num_slots = cache_size(args, cfg, max(map(len, prompts)))
+  num_slots = cache_size(cfg, max(map(len, prompts)), args.max_new_tokens, args.cache)
   layout = load_model.layout_of(cfg)
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), args.adapter, layout)
   rows = [Row(tokenizer, stop_ids, args.stop, prompt) for prompt in prompts]
@@ -133,14 +133,15 @@ def _prompts(args: argparse.Namespace) -> list[str]:
   return texts
 
 
-def cache_size(args: argparse.Namespace, cfg: Config, longest: int) -> int:
-  needed = longest + args.max_new_tokens
-  if args.cache and args.cache < needed:
-    raise ConfigError(f"--cache {args.cache}: the longest prompt and --max_new_tokens need {needed}")
+def cache_size(cfg: Config, longest: int, more: int, given: int = 0) -> int:
+  """Positions for the longest prompt and `more` tokens: as many as given, 0 = as needed. Raises ConfigError."""
+  needed = longest + more
+  if given and given < needed:
+    raise ConfigError(f"--cache {given}: the longest prompt and --max_new_tokens need {needed}")
   most = cfg.model.trainable_position_size if cfg.model.trainable_position_size > 0 else sys.maxsize
   if needed > most:
-    raise ConfigError(f"a prompt of {longest} tokens and {args.max_new_tokens} more: the model has {most} positions")
-  return min(args.cache or needed, most)
+    raise ConfigError(f"a prompt of {longest} tokens and {more} more: the model has {most} positions")
+  return min(given or needed, most)
 
 
 def _show(texts: Sequence[str], rows: Sequence, stream: Iterator) -> None:

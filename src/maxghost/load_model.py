@@ -11,7 +11,7 @@ from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig, pipeline
 from maxghost.config.families import FAMILIES
 from maxghost.config.schema import WEIGHTS_ONLY
-from maxghost.config.values import naming, shown
+from maxghost.config.values import naming, shown, slash_path
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
@@ -81,9 +81,10 @@ def check_config(cfg: Config) -> ModelPlace:
   return place
 
 
-def teacher(cfg: Config) -> tuple[ModelConfig, Callable] | None:
-  """(the model of `distill_teacher`, what opens its parameters), or None. Raises ConfigError if it does not fit."""
-  if cfg.reference != "teacher":
+def teacher(cfg: Config, offline: bool = False) -> tuple[ModelConfig, Callable] | None:
+  """(the model of `distill_teacher`, what opens its parameters), or None for a run that reads no teacher unless
+  offline: its logits are to be written. Raises ConfigError if it does not fit."""
+  if cfg.reference != "teacher" and not offline:
     return None
   path, said = cfg.optimizer.distill_teacher, f"distill_teacher={cfg.optimizer.distill_teacher}"
   place, found = find(path, key="distill_teacher")
@@ -149,7 +150,6 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
 
   from maxghost import models
   from maxghost.adapters.quantized import quantize
-  from maxghost.parallel.shardings import slash_path
 
   flat: dict[Any, Any] = flatten_dict(wanted["model"])
   fresh = {slash_path(path): path for path in flat if "lora" in path or "_lora_" in path[-1]}
@@ -189,11 +189,8 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
 
 def frozen(cfg: Config, wanted: Mapping[str, Any]) -> dict:
   """The arrays `wanted` of the base below the adapters of a run, from load_parameters_path or init_weights_seed."""
-  from flax.traverse_util import flatten_dict, unflatten_dict
-
   from maxghost.training import state
 
   given = cfg.checkpoint.load_parameters_path
   read = open_adapted(model_path.find(given, "load_parameters_path"), cfg, wanted, True) if given else None
-  found: dict[Any, Any] = flatten_dict(read() if read else state.to_tree(state.create_split(cfg)[1]))
-  return unflatten_dict({path: found[path] for path in flatten_dict(wanted)})
+  return state.chosen(read() if read else state.to_tree(state.create_split(cfg)[1]), wanted)

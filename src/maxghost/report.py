@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 from maxghost import attribution
+from maxghost.attribution import html, live, output, terminal
+from maxghost.attribution.summary import summarize
+from maxghost.attribution.texts import Source
 from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
 from maxghost.config.values import guarded
@@ -34,14 +37,8 @@ def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
   args = parse(argv)
   if args.watch:
-    from maxghost.attribution import live
-
     live.serve(live.LiveServer(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows))
     return 0
-  from maxghost.attribution import html, output, terminal
-  from maxghost.attribution.summary import summarize
-  from maxghost.attribution.texts import Source
-
   source = None if args.no_texts else Source(args.run_dir)
   log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
   summary = summarize(log, args.documents, source)

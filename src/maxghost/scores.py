@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from maxghost import attribution
-from maxghost.attribution import output, query
+from maxghost.attribution import output, query, what_if
 from maxghost.attribution.texts import Source, print_notes
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
 from maxghost.config.values import guarded, printable
+from maxghost.scorelog.compact import compact
+from maxghost.scorelog.export import to_parquet
 
 FORMATS = ("table", "json", "csv", "parquet", "ids")
 FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default
@@ -98,20 +100,14 @@ def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input; nothing has been written then."""
   args = parse(argv)
   if args.compact:
-    from maxghost.scorelog.compact import compact
-
     print("\n".join(compact(args.run_dir, accept_lost_rows=args.accept_lost_rows)))
     return 0
   log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
   if args.what_if:
-    from maxghost.attribution import what_if
-
     found = what_if.ask(log, args.what_if, args.set)
     print("\n".join(what_if.show(found, args.what_if, args.set or log.val_sets[0])))
     return 0
   if args.export:
-    from maxghost.scorelog.export import to_parquet
-
     print(*to_parquet(log, args.output or args.run_dir / "parquet"), sep="\n")
     return 0
   by, top, bottom = args.by, args.top, args.bottom

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from maxghost import cli
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import print_problem
-from maxghost.training import run_directory
+from maxghost.training import run_directory, trackers
 from maxghost.training.run_directory import Existing
 from maxghost.training.signals import StopSignals
 
@@ -60,7 +60,7 @@ def _run(cfg: Config, force: bool, signals: StopSignals) -> int:
     raise ConfigError(f"checkpoint_period=0: {lost}")
   if done and not run_directory.has_checkpoint(existing.path):
     raise ConfigError(f"steps={cfg.run.steps}: after {done} steps there is no checkpoint to continue from, and {lost}")
-  from maxghost import load_model, trackers
+  from maxghost import load_model
   from maxghost.data import build, rewards, teacher_logits
 
   trackers.check(cfg)
@@ -108,7 +108,7 @@ def _train(
   cfg: Config, existing: Existing, corpus, signals: StopSignals, open_parameters: Callable | None, force: bool, teacher
 ) -> int:
   """Trains and returns the exit code. corpus: (source, tokenizer). teacher: as of `load_model`. Imports JAX."""
-  from maxghost import data, trackers
+  from maxghost import data
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager
   from maxghost.data import teacher_logits
   from maxghost.data.rewards import RolloutError
@@ -136,7 +136,7 @@ def _train(
       teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)
     session = Session(
       plan, existing, dataset, signals, open_checkpoints=CheckpointManager, open_parameters=open_parameters,
-      open_trackers=trackers.open_all, force=force, open_teacher=teacher[1], watch=watch)  # fmt: skip
+      force=force, open_teacher=teacher[1], watch=watch)  # fmt: skip
     code = _stopped(signals)
     return session.run() if code is None else code
   except NonFiniteMetricError as error:

@@ -34,8 +34,7 @@ def _run(cfg: Config) -> int:
   teacher = load_model.teacher(cfg)
   plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(topology, slices)), teacher and teacher[0])
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
-  for line in [*plan.lines(), *plan.memory.table()]:
-    print(line, flush=True)
+  print(*plan.lines(), *plan.memory.table(), sep="\n", flush=True)
   if file := cfg.parallel.compiled_trainstep_file:
     try:
       (folder := Path(file).parent).mkdir(parents=True, exist_ok=True)
@@ -44,8 +43,7 @@ def _run(cfg: Config) -> int:
       raise ConfigError(f"compiled_trainstep_file={file} cannot be written: {error}; name another place") from error
   compiled = aot.compile_step(plan)
   lines, fits = aot.report_lines(compiled, topology)
-  for line in lines:
-    print(line, flush=True)
+  print(*lines, sep="\n", flush=True)
   if file and compiled.executable is not None:
     with naming("compiled_trainstep_file", file):
       print(f"saved {file}: {compiled.save(Path(file)) / 1e6:.1f} MB")

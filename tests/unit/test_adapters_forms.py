@@ -15,14 +15,14 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import config
 from maxghost.adapters.quantized import NAMES
 from maxghost.config import ConfigError
-from maxghost.training.host_memory import HostMemory
+from maxghost.training import host_memory
 
 BASE = {**FLOAT64, **LORA, "base_num_decoder_layers": 4, "gradient_clipping_threshold": 0.0, "ghost_detail": "layer"}
 
 
 def two_steps(**changes) -> tuple[Run, list[dict]]:
   run = Run(**(BASE | changes))
-  run.state = HostMemory.of(run.cfg).put(run.state)
+  run.state = host_memory.put(run.cfg, run.state)
   return run, [run.step(TRAIN[i], (VALIDATION,)) for i in range(2)]
 
 

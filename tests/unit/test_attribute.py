@@ -208,7 +208,6 @@ def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, trained, t
   run, step = trained(kind), 5
   cfg = config.load(str(run / "config.yml"))
   rows = attribute.rows_per_step(cfg, run)
-  args = SimpleNamespace(direction="", rows=None, index=None)
   dataset = data.load_dataset(cfg.data, cfg.run.data_shuffle_seed, batch_size=rows)
   batch = [next(dataset.train) for _ in range(step + 1)][-1]
   asked = {"words": dataset.validation_batch(0, cfg.ghost.ghost_val_batch_size, "words")}
@@ -216,7 +215,7 @@ def test_a_logged_step_asked_again_at_its_checkpoint_is_the_log(kind, trained, t
     layout=dataset.layout, batches=lambda num_rows: [batch], document_record=dataset.document_record
   )
   paths = {step: run / "checkpoints" / str(step)}
-  cfg = attribute.scoring_config(cfg, args, paths)
+  cfg = attribute.scoring_config(cfg, paths)
   assert cfg.ghost.ghost_direction == ("sgd" if kind == "sgd" else "adam")
   writer = scorelog.Writer(tmp_path / "asked", ("words",), period=1)
   with tiny.cheap_compilation():
@@ -545,8 +544,8 @@ def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
   paths = {7: tmp_path / "checkpoints" / "7"}
   for direction in ("", "auto"):
     with pytest.raises(ConfigError, match=r"holds no optimizer state.* give --direction sgd"):
-      attribute.scoring_config(CFG, SimpleNamespace(direction=direction, rows=None, index=None), paths)
-  cfg = attribute.scoring_config(CFG, SimpleNamespace(direction="sgd", rows=None, index=None), paths)
+      attribute.scoring_config(CFG, paths, direction)
+  cfg = attribute.scoring_config(CFG, paths, "sgd")
   assert cfg.ghost.ghost_direction == "sgd"
   with tiny.cheap_compilation():
     (point,) = attribute.points(cfg, paths)

@@ -1,5 +1,6 @@
 """Help texts, the listing of values, and configs/base.yml."""
 
+import contextlib
 import dataclasses
 import io
 import re
@@ -17,8 +18,8 @@ def printed(key=None, terminal=False, usage=""):
     def isatty(self):
       return terminal
 
-  stream = Stream()
-  print_help(key, stream, usage)
+  with contextlib.redirect_stdout(stream := Stream()):
+    print_help(key, usage)
   return re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue())
 
 
@@ -45,7 +46,7 @@ def test_help_of_one_key_tells_type_default_limits_and_section():
     "  default: adamw",
     "  limits:  " + "one of " + ", ".join(config.fields()["opt_type"].metadata["choices"]),
     "  section: optimizer: AdamW, SGD or Muon and their schedule.",
-    "  example: opt_type=" + config.fields()["opt_type"].metadata["choices"][-1],
+    "  example: opt_type=" + [*config.fields()["opt_type"].metadata["choices"]][-1],
   ]
   assert "limits:  from 0 to 0.999" in printed("dropout_rate")
   assert "example" not in printed("ghost_val_sets")  # the default, empty, shows nothing

@@ -1,9 +1,11 @@
 """Rules across keys, each with values that break it and values on its edge."""
 
+import dataclasses
+
 import pytest
 
 from maxghost import config
-from maxghost.config import validate
+from maxghost.config import plugins, validate
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,15 @@ def test_a_reweighting_without_a_floor_has_the_default_one():
   """0.02 for each of eight domains, not the 0.2 of the size, which would be more than all rows."""
   mixture = ",".join(f"{name}=0.125" for name in "abcdefgh")
   assert config.load("ghost_reweight=20,0.2", f"dataset_mixture={mixture}").ghost.reweighting == (20, 0.2, 0.02)
+
+
+def test_a_schedule_that_an_objective_does_not_take_is_named_as_it_was_given(monkeypatch):
+  """forward_mode has the passes of two_pass, which nobody wrote."""
+  own = dataclasses.replace(plugins.OBJECTIVES["next_token"], schedules=("concat",))
+  monkeypatch.setitem(plugins.OBJECTIVES, "own", own)
+  said = "objective=own and ghost_schedule=forward_mode do not go together: objective=own works with concat; use"
+  with pytest.raises(config.ConfigError, match=said):
+    config.load("objective=own", "ghost_schedule=forward_mode")
 
 
 def test_a_new_check_is_run(monkeypatch):

@@ -5,7 +5,6 @@ gradient per document.
 """
 
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +224,7 @@ def test_what_does_not_go_together_is_named(keys):
 
 def test_the_estimate_of_memory_counts_the_stored_gradient():
   plain, secant, rarely = (
-    sum(row.bytes for row in memory.estimate(tiny.make_config(**changes)).resident)
+    memory.estimate(tiny.make_config(**changes)).arguments
     for changes in ({}, {"ghost_curvature": "secant"}, {"ghost_curvature": "secant", "ghost_val_every": 2})
   )
   size = sum(v.size for v in tiny.abstract_by_label(tiny.make_model(tiny.make_config())).values()) * 4
@@ -270,11 +269,9 @@ def test_the_command_logs_its_direction_and_resumes_bit_for_bit(tmp_path, capsys
 
 
 def test_queries_of_a_run_with_a_secant_are_scored_to_first_order(capsys):
-  args = types.SimpleNamespace(direction="", index=None, rows=None)
-  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant", "ghost_direction=path"), args, {})
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant", "ghost_direction=path"), {})
   assert cfg.direction_name == "path" and "these scores are of first order" in capsys.readouterr().err
-  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=hessian"), args, {})
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=hessian"), {})
   assert cfg.direction_name == "adam+hessian" and not capsys.readouterr().err
-  args.direction = "sgd"
-  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant"), args, {})
+  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant"), {}, "sgd")
   assert cfg.direction_name == "sgd" and not capsys.readouterr().err

@@ -63,12 +63,12 @@ class Run:
     rows = (plan.layout.put(VALIDATION),) if plan.cfg.val_sets else ()
     self.states, self.apart, self.outs, self.accounts = [arrays(now)], [], [], []
     for done, batch in enumerate(batches, 1):
-      now, out = program.train_step(now, plan.layout.put(batch, len(ROWS)), rows)
+      now, out = program.function("train_step")(now, plan.layout.put(batch, len(ROWS)), rows)
       self.outs.append(program.to_host(out))
       self.apart.append(arrays(now))
       if program.outer:
         moves = Outer(plan.apart).due(done)
-        now, account = program.outer(now, moves, rows if moves else ())
+        now, account = Outer(plan.apart).moved(program.function, now, moves, rows if moves else ())
         self.accounts.append(account)
       self.states.append(arrays(now))
 
@@ -345,11 +345,11 @@ def test_nothing_is_merged_twice():
   program = compiled_steps.build(plan)
   now = plan.apart.begin(meshes.place(plan.cfg, plan.graphdef, plan.inner, plan.layout))
   rows = (plan.layout.put(VALIDATION),)
-  now, _ = program.train_step(now, plan.layout.put(BATCHES[0], 8), rows)
+  now, _ = program.function("train_step")(now, plan.layout.put(BATCHES[0], 8), rows)
   _, gradients = program.executable("outer_gradients").call(now, rows)
   move = lambda kind, now, *rest: program.executable(f"outer_step_{kind}_0").call(now, *rest)  # noqa: E731
   now, _ = move(SEND, now, ())
-  now, _ = program.train_step(now, plan.layout.put(BATCHES[1], 8), rows)
+  now, _ = program.function("train_step")(now, plan.layout.put(BATCHES[1], 8), rows)
   now, account = move(MERGE, now, gradients)
   assert abs(account["pseudo_gradient"][0]) > 0
   before = arrays(now)
@@ -468,10 +468,10 @@ def test_evaluations_are_of_the_global_parameters():
   program, layout = compiled_steps.build(plan), plan.layout
   now = plan.apart.begin(meshes.place(plan.cfg, plan.graphdef, plan.inner, layout))
   for batch in BATCHES[:2]:
-    now, _ = program.train_step(now, layout.put(batch, 8), (layout.put(VALIDATION),))
+    now, _ = program.function("train_step")(now, layout.put(batch, 8), (layout.put(VALIDATION),))
   values = below(arrays(now), "model/")
   losses, _ = gradients_of(plain(plan.cfg)).with_losses(BATCHES[5], values)
-  total, weight = program.evaluate(now, layout.put(BATCHES[5]))
+  total, weight = program.function("evaluate")(now, layout.put(BATCHES[5]))
   assert float(total) == pytest.approx(losses.sum(), rel=1e-5) and weight == oracles.token_counts(BATCHES[5]).sum()
   crossing = [one for one in sent(program.executable("evaluate").call, plan) if "diloco" in one.axes]
   assert max(one.num_bytes for one in crossing) <= BATCHES[5]["inputs"].nbytes  # token ids and sums, no activation
@@ -483,7 +483,7 @@ def test_the_memory_estimate_counts_every_array_of_the_state():
     compiled = compiled_steps.build(plan).executable()
     sizes = memory_report.compiled_sizes(compiled.call.memory_analysis())
     assert plan.memory.arguments == pytest.approx(sizes["arguments"], rel=0.01)
-    assert any(row.name == "state of the outer step" for row in plan.memory.resident)
+    assert plan.memory.resident["state of the outer step"]
 
 
 def test_the_rows_of_a_process_know_their_slice():

@@ -19,7 +19,7 @@ from train_steps import REFERENCE_SEED, TEACHER, TRAIN, VALIDATION, Run
 
 from maxghost import config, distill_logits, objectives, train
 from maxghost.config import ConfigError
-from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, TeacherLogits, Writer
+from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, TeacherLogits, Writer, settings
 from maxghost.data.types import Batch
 from maxghost.objectives.distill import Distillation
 
@@ -311,3 +311,20 @@ def test_a_run_learns_from_logits_on_disk(taught, tmp_path, capsys):
     assert text in capsys.readouterr().err
   assert run("run", *STUDENT, teacher, given, folder=tmp_path, command=distill_logits) == 2
   assert "is there already" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_logits_are_written_for_a_run_that_has_another_frozen_model(taught, tmp_path, capsys):
+  """Pairs have the start of the run as their reference; a run with both needs the teacher's logits on disk."""
+  pair = json.dumps({"prompt": "what?", "chosen": "yes, this", "rejected": "no"})
+  (tmp_path / "pairs.jsonl").write_text(f"{pair}\n" * 20)
+  (tmp_path / "held.txt").write_text("what the teacher says of this line\n")
+  asked = (
+    "objective=dpo", "dataset_type=text", f"dataset_files=[p={tmp_path}/pairs.jsonl]", "ghost_val_fraction=0.5",
+    "ghost_val_copies=keep", f"ghost_val_sets=[p,said={tmp_path}/held.t*@distill]", f"distill_teacher={taught}/teacher",
+    f"offline_data_dir={tmp_path}/logits", "per_device_batch_size=2",
+  )  # fmt: skip
+  assert run("run", *asked, folder=tmp_path, command=distill_logits) == 0, capsys.readouterr().err
+  assert TeacherLogits(str(tmp_path / "logits")).about["settings"] == settings(
+    config.load(None, *SMALL, "steps=2", *asked)
+  )
+  assert "of the tokens of 1 segments" in capsys.readouterr().out

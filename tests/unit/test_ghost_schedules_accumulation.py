@@ -179,7 +179,7 @@ def test_the_columns_of_micro_batches_add_up_with_factors_too():
 def test_directions_that_are_known_before_the_pass_are_told(changes, there):
   """In the estimate of memory, and at the start of a run. there: their number; marginal credit adds the gradient."""
   cfg = tiny.make_config(**({"gradient_accumulation_steps": 2} | changes))
-  tensors = [tensor for row in memory.estimate(cfg).rows for tensor in row.tensors]
+  tensors = [tensor for held in memory.estimate(cfg).rows.values() for tensor in held]
   assert sum(t.shape[0] for t in tensors if t.why == "directions of the whole gradient") == there
   plan = mock.MagicMock(cfg=cfg, num_params=1, layout=mock.MagicMock(num_devices=1))
   lines = console.start_lines(plan, mock.MagicMock(num_train_documents=1), {}, Path("run"))

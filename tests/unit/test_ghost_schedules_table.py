@@ -116,7 +116,7 @@ def test_engine_and_trainer_give_the_same_bits(schedule, traced, monkeypatch):
   monkeypatch.setattr(schedules, "score", lambda problem: seen.append(problem) or real(problem))
   run = Run(ghost_schedule=schedule, ghost_direction="sgd", **SMALL)
   train_state = nnx.merge(run.graphdef, run.state)
-  scorer = scoring.make_scorer(run.cfg, run.graphdef, train_state.model, TRAIN[0], num_sets=1)
+  scorer = scoring.make_scorer(run.cfg, train_state.model, TRAIN[0], num_sets=1)
 
   def by_trainer(state):
     train_state = nnx.merge(run.graphdef, state)

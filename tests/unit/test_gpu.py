@@ -18,7 +18,7 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import ghost
 from maxghost.ghost import low_rank
 from maxghost.models import attention, grouped_matmul
-from maxghost.training.host_memory import HostMemory
+from maxghost.training import host_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -105,7 +105,7 @@ def test_streamed_weights_and_moments_train_as_those_on_the_device():
   changes = {"base_num_decoder_layers": 4, "segment_lengths": (2,), "remat_policy": "full", "ghost_enabled": False}
   streams = {"offload_to_host": ("weights", "optimizer")}
   runs = [Run(cheap=False, **changes, **s) for s in ({}, streams)]
-  runs[1].state = HostMemory.of(runs[1].cfg).put(runs[1].state)
+  runs[1].state = host_memory.put(runs[1].cfg, runs[1].state)
   with EXACT():
     for batch in TRAIN[:3]:
       theirs, ours = (run.step(batch) for run in runs)

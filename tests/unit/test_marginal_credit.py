@@ -122,9 +122,7 @@ def test_who_offers_it():
   assert optimizers.direction_rule(cfg.optimizer, "marginal") == optimizers.Sgd()
   of_muon = optimizers.direction_rule(config.load(None, "opt_type=muon").optimizer, "marginal")
   assert (of_muon.name, of_muon.direction) == ("muon", "marginal") and of_muon.others.direction == "marginal"
-  assert [optimizers.facts(type(rule), "").offers for rule in (RULE, optimizers.Sgd(), of_muon)] == 3 * [
-    plugins.OF_STEP
-  ]
+  assert [rule.offers for rule in (RULE, optimizers.Sgd(), of_muon)] == 3 * [plugins.OF_STEP]
   assert plugins.direction_problem("marginal", "adamw") == ""
 
 

@@ -55,7 +55,7 @@ def on_tpu(**changes):
 
 
 def row(estimated, name: str) -> int:
-  return sum(r.bytes for r in estimated.rows if r.name == name)
+  return report.num_bytes(estimated.rows.get(name, []))
 
 
 def test_parameters_optimizer_and_gradients_are_exact():
@@ -95,7 +95,7 @@ def test_slices_that_train_apart_have_an_outer_state_of_what_they_train():
   plan = Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:2]))
   leaves = jax.tree.leaves(plan.state)
   held = [leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves]
-  rows = sum(r.bytes for r in plan.memory.resident if r.name.startswith("batch"))
+  rows = report.num_bytes(plan.memory.resident["batch and validation rows"])
   assert plan.memory.arguments == sum(held) + rows
 
 
@@ -181,8 +181,8 @@ def test_a_pipeline_has_the_gradients_of_an_iteration_beside_their_sum():
   for repeats in (1, 2):
     cfg = meshes.make_config({"ici_stage_parallelism": 2}, **keys, num_pipeline_repeats=repeats)
     found = estimate(cfg, meshes.make_layout(cfg, 2))
-    layers = sum(t.bytes for r in found.resident if r.name == "parameters" for t in r.tensors if "/layers/" in t.why)
-    (iteration,) = (t.bytes for r in found.rows for t in r.tensors if "one iteration" in t.why)
+    layers = sum(t.bytes for t in found.resident["parameters"] if "/layers/" in t.why)
+    (iteration,) = (t.bytes for held in found.rows.values() for t in held if "one iteration" in t.why)
     assert iteration == layers // repeats > 0
 
 
@@ -299,7 +299,7 @@ def test_what_lives_between_steps_is_split_as_the_users_rules_say(rules, over_da
   estimated = estimate(cfg, layout)
   assert {name: row(estimated, name) for name in wanted} == wanted
   assert wanted["optimizer"] == pytest.approx(2 * wanted["parameters"] / (2 if over_data else 1), rel=0.02)
-  copies = sum(t.bytes for r in estimated.rows for t in r.tensors if t.why.startswith("weights, copied"))
+  copies = sum(t.bytes for held in estimated.rows.values() for t in held if t.why.startswith("weights, copied"))
   assert copies == (wanted["parameters"] if over_data else 0)  # XLA makes them: the new weights are gathered
   assert wanted["parameters"] < 0.9 * row(estimate(cfg, Layout.of(ParallelConfig(), jax.devices()[:1])), "parameters")
 
@@ -326,7 +326,7 @@ def test_layers_that_are_not_stacked_are_layers():
 
 def test_attention_under_another_name_is_attention():
   cfg = tiny.make_config(ghost_enabled=False, **routed.GPT_OSS)
-  names = [t.why for r in estimate(cfg).rows for t in r.tensors]
+  names = [t.why for held in estimate(cfg).rows.values() for t in held]
   assert any(name.startswith("queries, attention output") for name in names)
 
 
@@ -361,7 +361,7 @@ def test_the_verdict_names_the_largest_tensors_and_settings_that_make_it_fit():
   text = verdict(estimated, V5E)
   assert "does not fit" in text
   assert "tokens per device: 8,192 = 1 rows of 8192 tokens" in text
-  tensors = [tensor for row in estimated.rows for tensor in row.tensors]
+  tensors = [tensor for held in estimated.rows.values() for tensor in held]
   assert max(tensors, key=lambda tensor: tensor.bytes).describe() in text
   begin = time.perf_counter()
   steps = remedies(estimated, V5E)
@@ -459,7 +459,7 @@ def test_factors_of_experts_are_those_of_the_twin(rank):
       parts = jax.jit(lambda: twin.placed({k: tuple(map(jnp.zeros, v.values())) for k, v in shapes.items()}))()
     own = [x.addressable_shards[0].data.nbytes for label in low_rank for x in parts[label]]
     estimated = estimate(cfg, layout)
-    tensors = [t for r in estimated.rows for t in r.tensors if t.why == f"directions of rank {rank}"]
+    tensors = [t for held in estimated.rows.values() for t in held if t.why == f"directions of rank {rank}"]
     assert sum(t.bytes for t in tensors) == sum(own)
     assert layout is None or sum(own) < 0.8 * 4 * sum(math.prod(s) for k in low_rank for s in shapes[k].values())
 

@@ -19,7 +19,6 @@ from maxghost.config import ConfigError
 from maxghost.config.files import write_text
 from maxghost.config.schema import ModelConfig
 from maxghost.scorelog import selection
-from maxghost.trackers import TensorBoard
 from maxghost.training import console, metrics, run_directory
 from maxghost.training.batches import NUM_AHEAD, Prefetcher
 from maxghost.training.console import Console, eval_line, step_line
@@ -34,6 +33,7 @@ from maxghost.training.score_recorder import (
   scored_rows,
   stack_layers,
 )
+from maxghost.training.trackers import TensorBoard
 
 OUTPUTS = {
   "loss": np.float32(2.5),
@@ -408,7 +408,7 @@ def test_an_error_of_the_score_writer_reaches_the_loop(tmp_path):
     def close(self):
       pass
 
-  recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
+  recorder = ScoreRecorder(FullDisk(), lambda index: ("code", "x", 0), ("code",))
   recorder.record(3, None, np.zeros(1), None)
   for call in (recorder.position, lambda: recorder.record(4, None, None, None), recorder.close):
     with pytest.raises(ScoreLogError, match="no space left"):
@@ -429,7 +429,7 @@ def test_the_loop_waits_for_a_score_writer_that_is_far_behind(tmp_path):
     def close(self):
       pass
 
-  recorder = ScoreRecorder(SlowDisk(), lambda index: ("code", "x", 0), ("code",), tmp_path)
+  recorder = ScoreRecorder(SlowDisk(), lambda index: ("code", "x", 0), ("code",))
   for step in range(QUEUE_LENGTH):
     recorder.record(step, None, None, None)
   further = threading.Thread(target=recorder.record, args=(QUEUE_LENGTH, None, None, None))

@@ -108,11 +108,14 @@ class Silent(Mixer):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-  monkeypatch.setattr(plugins, "OPTIMIZERS", table := dict(plugins.OPTIMIZERS))
-  monkeypatch.setitem(plugins.KINDS, "opt_type", table)
+def registered():
+  """The rules' lines in the table, for the tests of this file alone."""
+  before = dict(plugins.OPTIMIZERS)
   optimizers.register(Mixer)
   optimizers.register(Silent)
+  yield
+  for name in plugins.OPTIMIZERS.keys() - before.keys():
+    del plugins.OPTIMIZERS[name]
 
 
 COLUMNS = ("predicted_examples", "inertia", "shrinkage", "unscored", "direction_residual")
@@ -323,7 +326,9 @@ def test_the_table_says_what_the_rules_say():
   """`config.plugins` is read without JAX; what its lines do not set (such as the offers) is told by the methods."""
   for name in ("adamw", "sgd", "muon"):
     rule = type(optimizers.create(dataclasses.replace(config.load().optimizer, opt_type=name)))
-    assert plugins.OPTIMIZERS[name] == optimizers.facts(rule, plugins.OPTIMIZERS[name].target)
+    assert plugins.OPTIMIZERS[name] == dataclasses.replace(
+      plugins.Optimizer.of(rule), target=plugins.OPTIMIZERS[name].target
+    )
 
 
 def test_the_optimizer_of_the_docs_has_the_ledger_it_promises():

@@ -340,7 +340,7 @@ def test_the_slots_of_a_unit_are_one_row(tmp_path):
   for name, output in (("contribution", "contribution_BSK"), ("dot", "score_dot_BSK"), ("loss", "loss_BS")):
     np.testing.assert_array_equal(columns[name][1], outputs[output][1, 0])
   writer = Writer(tmp_path, SETS)
-  recorder = ScoreRecorder(writer, lambda i: ("code", str(i), 0), ("code",), tmp_path / "ghost" / "tokens")
+  recorder = ScoreRecorder(writer, lambda i: ("code", str(i), 0), ("code",))
   recorder.record(0, outputs, None, Pairs)
   recorder.close()
   log = attribution.load(tmp_path)
@@ -350,7 +350,7 @@ def test_the_slots_of_a_unit_are_one_row(tmp_path):
 def test_after_a_checkpoint_no_file_of_a_later_step_stays(run_dir):
   """Steps 8 to 10 are trained again: rows, tokens and selections of the first time must not be mixed with them."""
   folder = run_dir / "ghost" / "tokens"
-  recorder = ScoreRecorder(Writer(run_dir, SETS, period=PERIOD), lambda i: ("code", "x", 0), ("code",), folder)
+  recorder = ScoreRecorder(Writer(run_dir, SETS, period=PERIOD), lambda i: ("code", "x", 0), ("code",))
   recorder.restore({"step": 7, "num_steps": 8, "num_rows": 23}, 8)
   recorder.close()
   assert attribution.load(run_dir).steps["step"].tolist() == sorted(tokens.files(folder)) == [*range(8)]

@@ -16,7 +16,7 @@ from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import config, ghost
 from maxghost.ghost.schedules.reverse_scan import walk
-from maxghost.training.host_memory import HostMemory
+from maxghost.training import host_memory
 
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64"}
 LAYERS = 6
@@ -120,7 +120,7 @@ def test_the_train_step_accounts_as_without_segments(carries, in_turn, plain_out
 def traced(in_turn: bool, **changes):
   """The step's jaxpr."""
   run = Run(**STEP | {"dtype": "float32", "weight_dtype": "float32"} | changes)
-  run.state = HostMemory.of(run.cfg).put(run.state)
+  run.state = host_memory.put(run.cfg, run.state)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(walk, "smaller_gradients", lambda *args: in_turn)
     return jax.make_jaxpr(run.function)(run.state, TRAIN[0], (VALIDATION,))

@@ -71,7 +71,7 @@ def test_greats_sketches_adapters_too_narrow_for_directions_of_rank_one():
   cfg = tiny.make_config(lora_rank=2, ghost_select="greats", ghost_select_fraction=0.43)
   graphdef, abstract = state.abstract_split(cfg)
   model = nnx.merge(graphdef, abstract).model
-  made = selection.make_selector(cfg, graphdef, model, TRAIN[0], num_sets=1, num_segments=tiny.SEGMENTS)
+  made = selection.make_selector(cfg, model, TRAIN[0], num_sets=1, num_segments=tiny.SEGMENTS)
   assert made.sketch is not None and {p.low_rank for p in made.sketch.scored} == {False}
 
 

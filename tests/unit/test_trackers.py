@@ -9,8 +9,9 @@ import types
 import jax
 import pytest
 
-from maxghost import config, trackers
+from maxghost import config
 from maxghost.config import ConfigError
+from maxghost.training import trackers
 
 RECORDS = [{"step": n, "learning/loss": 3.0 - n, "ghost/x": math.nan, "sample/text": "t"} for n in range(4)]
 

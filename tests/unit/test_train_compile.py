@@ -1,5 +1,7 @@
 """The command train_compile: what it prints, what it saves, what it refuses; on virtual devices, and for TPU slices."""
 
+import contextlib
+import io
 import json
 import pickle
 import re
@@ -37,22 +39,18 @@ def keys(**changes) -> list[str]:
 def compiled(tmp_path_factory):
   """(exit code, lines, file) of the scored step for eight CPU devices."""
   path = tmp_path_factory.mktemp("compiled") / "step.pkl"
-  printed = pytest.MonkeyPatch()
-  lines = []
-  printed.setattr("builtins.print", lambda *values, **_: lines.append(" ".join(map(str, values))))
   cache = jax.config.values["jax_compilation_cache_dir"]
   jax.config.update("jax_compilation_cache_dir", str(path.parent / "programs"))
   compilation_cache.reset_cache()
   try:
-    with tiny.cheap_compilation():
+    with tiny.cheap_compilation(), contextlib.redirect_stdout(printed := io.StringIO()):
       code = train_compile.main(
         keys(compile_topology="cpu-8", per_device_batch_size=1, base_num_decoder_layers=1, compiled_trainstep_file=path)
       )
   finally:
-    printed.undo()
     jax.config.update("jax_compilation_cache_dir", cache)
     compilation_cache.reset_cache()
-  return code, lines, path
+  return code, printed.getvalue().splitlines(), path
 
 
 def test_it_prints_what_a_step_is_made_of_needs_and_moves(compiled):

@@ -11,9 +11,8 @@ import tiny
 from flax import nnx
 
 from maxghost import config, optimizers
-from maxghost.training import step
+from maxghost.training import host_memory, step
 from maxghost.training.devices import compiler_options
-from maxghost.training.host_memory import HostMemory
 from maxghost.training.state import TrainStateNNX, trainable
 
 # No warm-up, so that the first step already moves; clipping is at work in some steps and not in others.
@@ -68,7 +67,7 @@ class Run:
       sizes = {"num_stored": stored, "carries": carries, "reference_model": frozen}
       train_state = TrainStateNNX(model, tx, trainable=trained, **sizes)
       self.graphdef, arrays = nnx.split(train_state)
-      self.state = HostMemory.of(self.cfg).put(arrays)
+      self.state = host_memory.put(self.cfg, arrays)
       self.function, self.twin = step.make_train_step(
         self.cfg, self.graphdef, self.state, batch, num_segments=tiny.SEGMENTS, num_sets=num_sets
       )

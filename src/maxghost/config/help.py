@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import TextIO
 
 from maxghost.config import renamed, values
 from maxghost.config.files import config_dir
@@ -12,7 +11,7 @@ from maxghost.config.schema import SECTIONS
 
 def limits(field: dataclasses.Field) -> str:
   """The choices or bounds of a key in words, such as `one of a, b` or `1 or more`; empty when there are none."""
-  choices, minimum, maximum = (field.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+  choices, minimum, maximum = values.limits(field)
   maximum = None if maximum == values.MOST else maximum
   if choices:
     each = "each one of " if values.is_tuple(field.type) else "one of "
@@ -40,10 +39,10 @@ def about(field: dataclasses.Field) -> str:
   return comments()[field.name].removesuffix(f" ({limits(field)})")
 
 
-def print_help(key: str | None = None, file: TextIO | None = None, usage: str = "") -> None:
+def print_help(key: str | None = None, usage: str = "") -> None:
   """Prints all keys below `usage`, or explains one, with colours on a terminal. Raises ConfigError."""
   if key is not None:
-    print(explain(key), file=file)
+    print(explain(key))
     return
   from rich.console import Console
   from rich.text import Text
@@ -54,9 +53,9 @@ def print_help(key: str | None = None, file: TextIO | None = None, usage: str = 
     for f in dataclasses.fields(cls):
       parts = filter(None, (values.type_name(f.type), limits(f), f"default {values.shown(f.default)}"))
       text += Text.assemble("\n  ", (f"{f.name:<{width}}", "cyan"), f"  {about(f)} ", (f"[{'; '.join(parts)}]", "dim"))
-  with (console := Console(file=file)).capture() as captured:  # rich's own print ends the process at a closed pipe
+  with (console := Console()).capture() as captured:  # rich's own print ends the process at a closed pipe
     console.print(text, soft_wrap=True)
-  print(captured.get(), end="", file=file)
+  print(captured.get(), end="")
 
 
 def explain(key: str) -> str:
@@ -70,7 +69,7 @@ def explain(key: str) -> str:
     ("type", values.type_name(field.type)), ("default", values.shown(field.default)),
     ("limits", limits(field) or "none"), ("section", f"{section}: {cls.__doc__}"),
   ]  # fmt: skip
-  if (value := field.metadata["choices"][-1] if field.metadata["choices"] else field.default) not in ("", ()):
+  if (value := (field.default, *values.limits(field)[0])[-1]) not in ("", ()):
     rows.append(("example", f"{key}={values.shown(value)}"))
   return "\n".join([key, f"  {about(field)}", *(f"  {name + ':':<9}{text}" for name, text in rows)])
 

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 from maxghost.config.files import read_table
 
@@ -35,10 +35,19 @@ def scoring_problems(schedule: str, names: Mapping[str, str], asked: Mapping[str
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-  """target: "module:Class", or the class itself. schedules: values of ghost_schedule that it works with."""
+  """target: "module:Class", or the class itself. The other fields are class variables of it, which it explains."""
 
   target: str | type
   schedules: tuple[str, ...] = SCHEDULES
+
+  @classmethod
+  def of(cls, plugin: type) -> Self:
+    """The entry of a class."""
+    return cls(plugin, *(getattr(plugin, field.name) for field in dataclasses.fields(cls)[1:]))
+
+  def takes(self, schedule: str) -> bool:
+    """Whether it works with a ghost_schedule, of which forward_mode has the passes of two_pass."""
+    return schedule.replace("forward_mode", "two_pass") in self.schedules
 
   def load(self) -> Any:
     if not isinstance(self.target, str):
@@ -49,7 +58,7 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(Plugin):
-  """An update rule; the fields are those of `optimizers.UpdateRule`. offers: those of OF_STEP that it offers."""
+  """An update rule (`optimizers.UpdateRule`)."""
 
   direction: str | None = None
   columns: tuple[str, ...] = ()
@@ -70,13 +79,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclasses.dataclass(frozen=True)
 class Objective(Plugin):
-  """What a run minimises; the fields are those of `objectives.Objective`. perplexity: whether loss is nats per token.
-
-  reference: the frozen second model that its loss may read: "start", the model that the run begins with (with adapters
-  that is "base", the model without them); "teacher", another model; "" none.
-  validated_by: the objective of validation sets that name none; "" for the same one.
-  samples: whether its rows are answers that the model samples in training.
-  """
+  """What a run minimises (`objectives.Objective`)."""
 
   rows_per_unit: int = 1
   records: str = "text"
@@ -108,20 +111,8 @@ REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")  # of data that h
 KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}
 
 
-class Names(Sequence[str]):
-  """The values of a key, read at each access: a plug-in may be registered after the key was made."""
-
-  def __init__(self, read: Callable[[], Sequence[str]]):
-    self._read = read
-
-  def __getitem__(self, index: Any) -> Any:
-    return self._read()[index]
-
-  def __len__(self) -> int:
-    return len(self._read())
-
-
 def directions() -> tuple[str, ...]:
+  """The values of ghost_direction."""
   known = (None, "sgd", *OF_STEP)
   own = [str(optimizer.direction) for optimizer in OPTIMIZERS.values() if optimizer.direction not in known]
   return ("auto", "sgd", *own, *OF_STEP, "second_order")
@@ -158,12 +149,6 @@ def objectives_of(objective: str, val_sets: Sequence[str]) -> list[Objective]:
 def is_files(domain: str) -> bool:
   """Whether a validation set is given by a glob of files and not by a domain."""
   return any(sign in domain for sign in "/*.")
-
-
-OPT_TYPES = Names(lambda: tuple(OPTIMIZERS))
-OBJECTIVE_NAMES = Names(lambda: tuple(OBJECTIVES))
-DIRECTIONS = Names(directions)
-LEDGER = Names(ledger_columns)
 
 
 def describe(key: str, cls: type) -> None:

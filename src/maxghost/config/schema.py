@@ -8,7 +8,7 @@ a key, write its field here, its lines there, its reader, and a check in validat
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,10 @@ _NO_SAMPLES = "objective=next_token|sft|dpo|distill"
 WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that are not trained
 
 
-def key(default: Any, *, choices: Sequence = (), minimum: float | None = None, maximum: float | None = None,
-        unread: str = "") -> Any:  # fmt: skip
-  """A config field; `choices` or `minimum`/`maximum` bound the value. unread: "other=a|b", values of another key with
-  which no run reads this one; then a note says so."""
+def key(default: Any, *, choices: Collection | Callable = (), minimum: float | None = None,
+        maximum: float | None = None, unread: str = "") -> Any:  # fmt: skip
+  """A config field; `choices` or `minimum`/`maximum` bound the value. choices: a table or a function where plug-ins add
+  some later. unread: "other=a|b", values of another key with which no run reads this one; then a note says so."""
   if maximum is None and type(default) is int:
     maximum = MOST
   limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
@@ -61,7 +61,7 @@ class ModelConfig:
   """The decoder-only transformer."""
 
   model_name: str = key("default")
-  decoder_block: str = key("llama2", choices=plugins.Names(lambda: tuple(FAMILIES)))
+  decoder_block: str = key("llama2", choices=FAMILIES)
   base_emb_dim: int = key(256, minimum=1)
   base_num_query_heads: int = key(4, minimum=1, maximum=10**5)
   base_num_kv_heads: int = key(2, minimum=1, maximum=10**5)
@@ -203,8 +203,8 @@ class DataConfig:
 class OptimizerConfig:
   """AdamW, SGD or Muon and their schedule."""
 
-  objective: str = key("next_token", choices=plugins.OBJECTIVE_NAMES)
-  opt_type: str = key("adamw", choices=plugins.OPT_TYPES)
+  objective: str = key("next_token", choices=plugins.OBJECTIVES)
+  opt_type: str = key("adamw", choices=plugins.OPTIMIZERS)
   learning_rate: float = key(1e-3, minimum=0.0)
   lr_schedule_type: str = key("cosine", choices=("cosine", "wsd", "constant"))
   warmup_steps_fraction: float = key(0.2, minimum=0.0, maximum=1.0)
@@ -274,7 +274,7 @@ class GhostConfig:
 
   ghost_enabled: bool = key(True)
   ghost_schedule: str = key("two_pass", choices=plugins.RUN_SCHEDULES)
-  ghost_direction: str = key("auto", choices=plugins.DIRECTIONS)
+  ghost_direction: str = key("auto", choices=plugins.directions)
   ghost_curvature: str = key("none", choices=("none", "secant", "hessian"))
   ghost_rank: int = key(0, minimum=0)
   ghost_val_batch_size: int = key(2, minimum=1)

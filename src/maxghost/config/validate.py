@@ -277,13 +277,13 @@ def plugins_together(v: Values) -> Iterator[str]:
       offering = [name for name, other in plugins.OPTIMIZERS.items() if other.direction == direction]
       use = f"use ghost_direction={'auto or sgd' if rule.direction else 'sgd'}, or opt_type={' or '.join(offering)}"
       yield f"{v['ghost_direction']} contradicts {v['opt_type']}: it goes through another optimizer's update; {use}"
-    passes = "two_pass" if v.ghost_schedule == "forward_mode" else v.ghost_schedule
     named = ", ".join(v[key] for key in plugins.KINDS)
     for key, known in plugins.KINDS.items():
-      if passes not in (taken := known[getattr(v, key)].schedules):
+      if not (plugin := known[getattr(v, key)]).takes(v.ghost_schedule):
+        taken = plugin.schedules
         some = f"works with {', '.join(taken)}; use ghost_schedule={taken[0]}" if taken else ""
         way = some or "has no scores; use ghost_enabled=false"
-        yield f"{named} and ghost_schedule={passes} do not go together: {v[key]} {way}, or another {key}"
+        yield f"{named} and {v['ghost_schedule']} do not go together: {v[key]} {way}, or another {key}"
   if v.ghost_select == "greats" and not rule.elementwise:
     wanted = "compares rows by an elementwise update"
     yield f"ghost_select=greats {wanted}, which {v['opt_type']} has not; use ghost_select=topk or threshold"
@@ -403,7 +403,7 @@ def validation_sets(v: Values) -> Iterator[str]:
       yield f"{said} asks for the objective {name}; use {' or '.join(plugins.OBJECTIVES)}"
     elif one.records != records and not plugins.is_files(text.partition("=")[2]):
       yield f"{said} reads {one.records}, but the domains have {records}; give files of its own: name=glob@{name}"
-    elif v.ghost_schedule.replace("forward_mode", "two_pass") not in one.schedules:
+    elif not one.takes(v.ghost_schedule):
       yield f"{said}: objective {name} works with {', '.join(one.schedules)}, not {v['ghost_schedule']}"
     elif (size := v.ghost_val_batch_size) % one.rows_per_unit:
       near = f"use ghost_val_batch_size={size - size % one.rows_per_unit + one.rows_per_unit}"

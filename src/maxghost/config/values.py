@@ -298,9 +298,17 @@ def divisors(number: int) -> list[int]:
   return sorted({*small, *(number // d for d in small)})
 
 
+def limits(field: Field) -> tuple[tuple, Any, Any]:
+  """(choices, minimum, maximum) of a key, with the choices as they are now."""
+  choices: Any = field.metadata["choices"]
+  if callable(choices):
+    choices = choices()
+  return tuple(choices), field.metadata["minimum"], field.metadata["maximum"]
+
+
 def limit_problems(field: Field, value: Any) -> list[str]:
   """An unknown choice or a number out of bounds, in a list too; each text follows `key=value (origin)`."""
-  problems, (choices, minimum, maximum) = [], map(field.metadata.get, ("choices", "minimum", "maximum"))
+  problems, (choices, minimum, maximum) = [], limits(field)
   for item in value if isinstance(value, tuple) else (value,):
     who = f" holds {shown(item)}, which" if isinstance(value, tuple) else ""
     if isinstance(item, tuple):

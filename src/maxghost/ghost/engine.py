@@ -87,7 +87,7 @@ class GhostEngine:
     self._schedule = self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
     self.rank = cfg.ghost.ghost_rank if rank is None else rank
     curvature = "none" if direction else cfg.ghost.ghost_curvature
-    direction = _known("direction", direction or cfg.ghost.ghost_direction.replace("auto", "sgd"), plugins.DIRECTIONS)
+    direction = _known("direction", direction or cfg.ghost.ghost_direction.replace("auto", "sgd"), plugins.directions())
     direction, curvature = plugins.directed(direction, curvature)
     if curvature == "secant":
       raise ValueError("ghost_curvature=secant compares steps of a run; give a direction=, such as 'second_order'")

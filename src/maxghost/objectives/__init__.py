@@ -1,7 +1,5 @@
 """Objectives: the loss that a run minimises, and how its tokens form scored examples."""
 
-import dataclasses
-
 from maxghost.config import Config, plugins
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
 from maxghost.objectives.cross_entropy import token_losses
@@ -20,9 +18,7 @@ def register(objective: type[Objective]) -> type[Objective]:
 
   Raises ValueError for a name that is already taken.
   """
-  names = [field.name for field in dataclasses.fields(plugins.Objective)][1:]
-  facts = plugins.Objective(objective, *(getattr(objective, name) for name in names))
-  plugins.register("objective", objective.name, facts)
+  plugins.register("objective", objective.name, plugins.Objective.of(objective))
   return objective
 
 

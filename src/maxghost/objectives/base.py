@@ -32,7 +32,8 @@ class Objective(abc.ABC):
   rows_per_unit: number of adjacent rows that form a unit and stay together; 1 where rows are independent.
   records: what a document of its runs is: "text", or "conversations" or "pairs" of them.
   parts: names of these rows, where the score log has the contribution of each apart; () where it has not.
-  reference: what the frozen second model is, as in `plugins.Objective`; "" where there is none.
+  reference: the frozen second model that the loss may read: "start", the model that the run begins with (with adapters
+    that is "base", the model without them); "teacher", another model; "" none.
   perplexity: whether the loss is nats per token, so that its exponential is a perplexity.
   validated_by: the objective of validation sets that name none; "" for this one.
   samples: whether rows are answers that the model samples in training.

@@ -58,6 +58,8 @@ class PolicyLoss(LanguageModelLoss):
     return super().batch_spec(num_rows, length) | more
 
   def from_reference(self, reference, batch):
+    if not self.beta:
+      return batch
     hidden = reference.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
     return dict(batch) | {OF_REFERENCE: self.log_probabilities(reference, hidden, batch["targets"])}
 
@@ -85,7 +87,7 @@ class PolicyLoss(LanguageModelLoss):
       divergence_BT = self.divergences(logps_BT, batch[OF_REFERENCE].astype(logps_BT.dtype), ratio_BT, counts_BT)
       losses_BT += self.beta * divergence_BT
       found["objective/kl"] = divergence_BT
-    share_BT = weights_BT / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
+    share_BT = self.shares(batch, weights_BT)
     metrics = {name: jnp.sum(value * share_BT).astype(losses_BT.dtype) for name, value in found.items()}
     metrics["policy/max_ratio_error"] = jnp.max(jnp.where(counts_BT, jnp.abs(ratio_BT - 1), 0))
     losses_BT = self.balanced(x, losses_BT * batch[SCALES].astype(losses_BT.dtype)[:, None])

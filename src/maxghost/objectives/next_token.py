@@ -59,7 +59,7 @@ class LanguageModelLoss(StagedLoss):
       return peaks
     weights_BT = self.weights(batch).astype(routing["entropy_BT"].dtype)
     chosen_E = routing["chosen_BE"].sum(0)
-    share_BT = weights_BT / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
+    share_BT = self.shares(batch, weights_BT)
     return peaks | {
       "moe_lb_loss": jnp.sum(routing["load_balance_BT"] * share_BT),
       "router_entropy": jnp.sum(routing["entropy_BT"] * share_BT),

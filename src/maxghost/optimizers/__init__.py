@@ -27,16 +27,8 @@ def register(rule: type[UpdateRule]) -> type[UpdateRule]:
   for name, other in plugins.OPTIMIZERS.items():
     if rule.direction is not None and other.direction == rule.direction and name != rule.name:
       raise ValueError(f"ghost_direction={rule.direction} is already that of opt_type={name}; give it another name")
-  plugins.register("opt_type", rule.name, facts(rule, rule))
+  plugins.register("opt_type", rule.name, plugins.Optimizer.of(rule))
   return rule
-
-
-def facts(rule: type[UpdateRule], target: str | type) -> plugins.Optimizer:
-  """The entry of a rule in `config.plugins`."""
-  return plugins.Optimizer(
-    target, rule.schedules, rule.direction, rule.columns, by_segment=rule.by_segment, elementwise=rule.elementwise,
-    offers=tuple(name for name in plugins.OF_STEP if getattr(rule, name) is not getattr(UpdateRule, name)),
-  )  # fmt: skip
 
 
 def create(cfg: OptimizerConfig) -> UpdateRule:
@@ -61,7 +53,7 @@ def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:
   for optimizer in plugins.OPTIMIZERS.values():
     if optimizer.direction == direction:
       return optimizer.load().from_config(cfg)
-  raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.DIRECTIONS)}")
+  raise ValueError(f"ghost_direction={direction}: use one of {', '.join(plugins.directions())}")
 
 
 def reach(cfg: OptimizerConfig, direction: str, steps: int) -> np.ndarray | None:

@@ -162,7 +162,7 @@ class UpdateRule(abc.ABC):
   columns: names of its own ledger columns, in order. state_keys: {name: field of the optax state} of the arrays kept
   for each parameter between steps. by_segment: whether layers are updated independently, so that host memory can hand
   over one segment at a time. elementwise: whether P_t is elementwise. schedules: values of ghost_schedule that can
-  score it.
+  score it. offers: those of `plugins.OF_STEP` that it defines.
   """
 
   name: ClassVar[str]
@@ -171,12 +171,14 @@ class UpdateRule(abc.ABC):
   state_keys: ClassVar[Mapping[str, str]] = {}
   by_segment: ClassVar[bool] = False
   elementwise: ClassVar[bool] = False
+  offers: ClassVar[tuple[str, ...]] = ()
   schedules: ClassVar[tuple[str, ...]] = plugins.SCHEDULES
   identity: ClassVar[bool] = False  # P_t = 1, so that a direction does not depend on the gradient
 
   def __init_subclass__(cls, **options: Any):
     super().__init_subclass__(**options)
     plugins.describe("opt_type", cls)
+    cls.offers = tuple(name for name in plugins.OF_STEP if getattr(cls, name) is not getattr(UpdateRule, name))
 
   @classmethod
   @abc.abstractmethod

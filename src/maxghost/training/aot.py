@@ -16,7 +16,7 @@ from maxghost.parallel.collectives import Collective
 from maxghost.parallel.mesh import mesh_shape, num_slices
 from maxghost.training.compiled_steps import lower, train_step
 from maxghost.training.devices import compiler_options
-from maxghost.training.memory_report import compiled_sizes, shortage
+from maxghost.training.memory_report import compiled_sizes, num_bytes, shortage
 from maxghost.training.plan import Plan
 
 
@@ -85,10 +85,11 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
   memory = compiled.executable.memory_analysis()
   sizes = compiled_sizes(memory)
   need = sum(sizes.values()) + memory.generated_code_size_in_bytes
-  parts = {**{row.name: row.bytes for row in plan.memory.resident}, "temporaries": memory.temp_size_in_bytes,
-           "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-           "program": memory.generated_code_size_in_bytes,
-           "padding of arguments": max(memory.argument_size_in_bytes - plan.memory.arguments, 0)}  # fmt: skip
+  parts = {name: num_bytes(held) for name, held in plan.memory.resident.items()}
+  parts |= {"temporaries": memory.temp_size_in_bytes,
+            "outputs that replace no argument": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+            "program": memory.generated_code_size_in_bytes,
+            "padding of arguments": max(memory.argument_size_in_bytes - plan.memory.arguments, 0)}  # fmt: skip
   lines = [f"compiled in {compiled.seconds:.1f} s", "memory of one device:"]
   lines += [f"  {name:<34}{size / 1e9:10.3f} GB" for name, size in parts.items() if size >= 5e5]
   lines.append(f"  {'total':<34}{need / 1e9:10.3f} GB")

@@ -1,8 +1,7 @@
 """The batches of a run: training batches are prefetched, validation batches depend on the step alone."""
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,31 +21,14 @@ class Fetched(NamedTuple):
   record: dict | None = None
 
 
-class Batches:
-  """The batches of a dataset, prepared by the objective of the run or of a validation set. sets: {name: (domain,
-  `Objective.prepare`)} of the validation sets; the first one is the default."""
-
-  def __init__(self, dataset, prepare: Callable[[Any], Any], sets: Mapping[str, tuple[str, Callable[[Any], Any]]]):
-    self._dataset, self._prepare, self._sets = dataset, prepare, sets
-
-  def __next__(self):
-    return self._prepare(next(self._dataset.train))
-
-  def state(self) -> dict:
-    return self._dataset.train.state()
-
-  def validation_batch(self, index: int, num_rows: int, name: str | None = None):
-    domain, prepare = self._sets[name or next(iter(self._sets))]
-    return prepare(self._dataset.validation_batch(index, num_rows, domain))
-
-
 class Prefetcher:
   """Draws `num_batches` batches from a resumable iterator in a background thread, NUM_AHEAD + 1 of them ahead. Since
   the iterator is ahead of the training, each batch carries the position after it, for checkpoints. put: sends a batch's
-  arrays to the devices. An error of the iterator is raised by `next` after the batches before it."""
+  arrays to the devices. prepare: `Objective.prepare`. An error of the iterator is raised by `next` after the batches
+  before it."""
 
-  def __init__(self, iterator, put: Callable[[dict], Any], num_batches: int):
-    self._iterator, self._put, self._num_left = iterator, put, num_batches
+  def __init__(self, iterator, put: Callable[[dict], Any], num_batches: int, prepare: Callable = lambda batch: batch):
+    self._iterator, self._put, self._num_left, self._prepare = iterator, put, num_batches, prepare
     self._pool = ThreadPoolExecutor(1, "prefetch")
     self._ahead: deque[Future[Fetched]] = deque()
     self._fill()
@@ -66,7 +48,7 @@ class Prefetcher:
       self._num_left -= 1
 
   def _draw(self) -> Fetched:
-    batch = next(self._iterator)
+    batch = self._prepare(next(self._iterator))
     return Fetched(batch, self._put(batch.arrays), self._iterator.state())
 
 
@@ -81,11 +63,12 @@ class ValidationRows:
 
   A *fresh* step (every `ghost_val_every` steps) computes the validation loss and gradient, against which the next steps
   score. New rows are drawn every `ghost_val_refresh_steps` steps, at the next fresh step.
-  sets: names of the validation sets; empty without scoring. put: sends a dict of host arrays to the devices.
+  draw: a function of (index, number of rows, name of the set: the first) that returns the host's Batch. sets: names of
+  the validation sets; empty without scoring. put: sends a dict of host arrays to the devices.
   """
 
-  def __init__(self, ghost: GhostConfig, batches: Batches, sets: Iterable[str], put: Callable[[dict], Any]):
-    self._sets, self._ghost, self._batches, self._put = tuple(sets), ghost, batches, put
+  def __init__(self, ghost: GhostConfig, draw: Callable, sets: Iterable[str], put: Callable[[dict], Any]):
+    self._sets, self._ghost, self.draw, self._put = tuple(sets), ghost, draw, put
     # A fresh step opens an account of the loss, which is closed after this many steps.
     self._every, self._length = (ghost.ghost_every, 1) if ghost.ghost_every > 1 else (ghost.ghost_val_every,) * 2
     self._held: tuple[int, tuple] = (-1, ())
@@ -105,8 +88,8 @@ class ValidationRows:
     """The batches of the last fresh step up to this one; empty without sets."""
     index = validation_index(self._ghost, step)
     if self._held[0] != index:
-      draw = functools.partial(self._batches.validation_batch, index, self._ghost.ghost_val_batch_size)
-      self._held = (index, tuple(self._put(draw(name).arrays) for name in self._sets))
+      drawn = (self.draw(index, self._ghost.ghost_val_batch_size, name) for name in self._sets)
+      self._held = (index, tuple(self._put(batch.arrays) for batch in drawn))
     return self._held[1]
 
   def replaces(self, step: int) -> bool:

@@ -40,36 +40,28 @@ class Executable(NamedTuple):
     return "; ".join(parts)
 
 
-def _compiled(name: str) -> functools.cached_property[Callable]:
-  """A property of Program that waits until all processes have compiled the function, so that none waits inside it."""
-  return functools.cached_property(lambda program: program._ready(name))
-
-
 class Program:
   """The functions that the loop calls. scored: {label: size} of the scored parameters.
 
-  train_step(state, batch, val_batches) -> (state, out) donates the state. closing: see `step.make_closing`.
-  evaluate(state, batch) -> (summed loss, tokens). to_host: copies a step's outputs to the host. outer: the outer steps
-  of slices that train apart; None without DiLoCo.
+  train_step(state, batch, val_batches) -> (state, out) donates the state; plain_step is the same without scores, for
+  runs that score only some steps. closing: see `step.make_closing`. evaluate(state, batch) -> (summed loss, tokens).
+  to_host: copies a step's outputs to the host. outer: `Outer.after` of slices that train apart; None without DiLoCo.
   """
 
   def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int], apart: Diloco | None = None):
-    self._futures, self.scored = futures, scored
+    self._futures, self._functions, self.scored = futures, dict[str, Callable](), scored
     self.to_host = apart.to_host if apart else scoring.to_host
-    self.outer = outer.OuterSteps(outer.Outer(apart), functools.cache(self._ready)) if apart else None
+    self.outer = functools.partial(outer.Outer(apart).after, self.function) if apart else None
 
-  train_step = _compiled("train_step")
-  plain_step = _compiled("plain_step")  # without scores, for runs that score only some steps
-  closing = _compiled("closing")
-  evaluate = _compiled("evaluate")
-
-  def _ready(self, name: str) -> Callable:
-    compiled = self.executable(name)
-    distributed.gather(name)
-    return compiled.call
+  def function(self, name: str) -> Callable:
+    """Waits until all processes have compiled the function, so that none waits inside it."""
+    if name not in self._functions:
+      self._functions[name] = self.executable(name).call
+      distributed.gather(name)
+    return self._functions[name]
 
   def is_ready(self, name: str) -> bool:
-    return name in vars(self) or all(distributed.gather(self._futures[name].done()))  # the same in every process
+    return name in self._functions or all(distributed.gather(self._futures[name].done()))  # the same in every process
 
   def executable(self, name: str = "train_step") -> Executable:
     """Waits until this process has compiled the function."""

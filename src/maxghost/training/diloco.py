@@ -30,10 +30,6 @@ _JOIN: dict[str, Callable] = {"tokens": np.sum, "scored_ok": np.all, "nonfinite_
                               "max_logits_LH": np.max, "check_rel_err": np.max}  # fmt: skip
 
 
-class OuterState(nnx.OptState):
-  """Momentum of the outer step, or a pseudo-gradient in flight; float32 or wider."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Diloco:
   """The slices of a run. graphdef, inner: abstract state of a slice. trained: {path of a parameter: fragments}."""
@@ -66,10 +62,10 @@ class Diloco:
     for path in self.trained:
       v = flat[GLOBAL, *path]
       wide = jax.ShapeDtypeStruct(v.shape, jnp.promote_types(v.dtype, jnp.float32))
-      whole += [((OUTER, kind, *path), OuterState(wide, axes=v.get_metadata().get(AXES))) for kind in kinds]
+      whole += [((OUTER, kind, *path), nnx.OptState(wide, axes=v.get_metadata().get(AXES))) for kind in kinds]
     if self.late:  # whether a fragment's pseudo-gradient is in flight
       sent = jax.ShapeDtypeStruct((self.cfg.parallel.num_diloco_fragments,), jnp.int32)
-      whole.append(((OUTER, "sent"), OuterState(sent)))
+      whole.append(((OUTER, "sent"), nnx.OptState(sent)))
     return self.layout.abstract(nnx.from_flat_state(whole))
 
   def begin(self, inner: nnx.State) -> nnx.State:

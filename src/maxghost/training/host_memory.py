@@ -5,7 +5,6 @@ All values are computed on the device by the formulas of the unstreamed step, on
 L layers, k layers in a segment, n = L / k segments.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,50 +21,37 @@ from maxghost.optimizers import global_norm
 from maxghost.parallel.shardings import AXES, HOST, map_state
 
 
-@dataclasses.dataclass(frozen=True)
-class HostMemory:
-  """Which Variables of a train state live in host memory. frozen: only adapters are trained, on the device."""
+def updates(cfg: Config) -> bool:
+  """Whether an update of the parameters reads or writes host memory; adapters are trained on the device."""
+  held = cfg.model.offload_to_host
+  return "optimizer" in held or ("weights" in held and not cfg.adapter.lora_rank)
 
-  weights: bool
-  optimizer: bool
-  frozen: bool = False
 
-  @classmethod
-  def of(cls, cfg: Config) -> "HostMemory":
-    held = cfg.model.offload_to_host
-    return cls("weights" in held, "optimizer" in held, cfg.adapter.lora_rank > 0)
+def put(cfg: Config, state: nnx.State) -> nnx.State:
+  """The train state with the Variables that `offload_to_host` names in host memory."""
+  return _moved(cfg, state, lambda x: jax.device_put(x, jax.memory.Space.Host))
 
-  @property
-  def updates(self) -> bool:
-    """Whether an update of the parameters reads or writes host memory."""
-    return self.optimizer or (self.weights and not self.frozen)
 
-  def __bool__(self) -> bool:
-    return self.weights or self.optimizer
+def abstract(cfg: Config, state: nnx.State) -> nnx.State:
+  """The abstract state with the first device's host memory in its shardings."""
 
-  def put(self, state: nnx.State) -> nnx.State:
-    return self._mapped(state, lambda x: jax.device_put(x, jax.memory.Space.Host))
+  def placed(x):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("device",))  # without a mesh, JAX ignores an abstract array's memory
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=HOST))
 
-  def abstract(self, state: nnx.State) -> nnx.State:
-    """The abstract state with the first device's host memory in its shardings."""
+  return _moved(cfg, state, placed)
 
-    def placed(x):
-      mesh = Mesh(np.array(jax.devices()[:1]), ("device",))  # without a mesh, JAX ignores an abstract array's memory
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=HOST))
 
-    return self._mapped(state, placed)
+def _moved(cfg: Config, state: nnx.State, move: Callable) -> nnx.State:
+  held = cfg.model.offload_to_host
+  streamed: Any = {"model": "weights" in held, "optimizer": "optimizer" in held,
+                   "stored_gradients": "weights" in held and not cfg.adapter.lora_rank}  # fmt: skip
 
-  def _mapped(self, state: nnx.State, move: Callable) -> nnx.State:
-    if not self:
-      return state
-    gradients = self.weights and not self.frozen
-    streamed: Any = {"model": self.weights, "optimizer": self.optimizer, "stored_gradients": gradients}
+  def leaf(path, v):
+    streams = streamed.get(path[0]) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
+    return move(v.get_value()) if streams else v.get_value()
 
-    def leaf(path, v):
-      streams = streamed.get(path[0]) and is_stacked(v) and not isinstance(v, nnx.LoRAParam)
-      return move(v.get_value()) if streams else v.get_value()
-
-    return map_state(state, leaf)
+  return map_state(state, leaf) if any(streamed.values()) else state
 
 
 def check(cfg: Config, device: Any) -> None:

@@ -54,24 +54,17 @@ class Sinks(NamedTuple):
           stack.callback(sink.close)
 
 
-class Outcome(NamedTuple):
-  """Result of the loop. seconds: of each step of this process; the first one is a warm-up."""
-
-  completed_steps: int
-  interrupted: bool
-  seconds: tuple[float, ...]
-
-
 class TrainingLoop:
-  """Runs the steps of a run from a position to its end, or to a signal. sampler: maps the train state to a sampled
-  text. rollouts: samples the answers that the steps train on; None: training data is only read."""
+  """Runs the steps of a run from a position to its end, or to a signal. validation_batch: as `draw` of
+  `ValidationRows`. sampler: maps the train state to a sampled text. rollouts: samples the answers that the steps train
+  on; None: training data is only read."""
 
-  def __init__(self, plan: Plan, program: Program, dataset, sinks: Sinks, signals: StopSignals, *,
+  def __init__(self, plan: Plan, program: Program, validation_batch: Callable, sinks: Sinks, signals: StopSignals, *,
                reweighter: Reweighter | None = None, sampler: Callable[[Any], str] | None = None,
                rollouts: Rollouts | None = None):  # fmt: skip
-    self._plan, self._cfg, self._program, self._dataset, self._sinks = plan, plan.cfg, program, dataset, sinks
+    self._plan, self._cfg, self._program, self._sinks = plan, plan.cfg, program, sinks
     self._signals, self._val_sets = signals, tuple(plan.cfg.val_sets)
-    self._validation = ValidationRows(plan.cfg.ghost, dataset, plan.cfg.val_sets, plan.layout.put)
+    self._validation = ValidationRows(plan.cfg.ghost, validation_batch, plan.cfg.val_sets, plan.layout.put)
     self._reweighter, self._sampler, self._rollouts = reweighter, sampler, rollouts
     self._read: Callable[[], None] | None = None  # reads the outputs of the started step
     self._by_domain: Callable[[], dict[str, float]] = dict  # belongs to the pending record
@@ -79,10 +72,11 @@ class TrainingLoop:
     self._eval_batches: list = []
     self._stop = distributed.StopFlag()
 
-  def run(self, state, position: Position, prefetcher: Prefetcher) -> Outcome:
-    """Trains from `position` on. The state is donated. Raises NonFiniteMetricError, and what the sinks raise. When this
-    returns, the last checkpoint is on disk. After the last step the closing validation loss is recorded. The last
-    record of metrics.jsonl is written after everything else, so it marks a complete run."""
+  def run(self, state, position: Position, prefetcher: Prefetcher) -> tuple[int, list[float]]:
+    """Trains from `position` on; returns the completed steps, and the seconds of each of this process, the first a
+    warm-up. The state is donated. Raises NonFiniteMetricError, and what the sinks raise. When this returns, the last
+    checkpoint is on disk. After the last step the closing validation loss is recorded. The last record of
+    metrics.jsonl is written after everything else, so it marks a complete run."""
     self._state, self._position, self._saved_steps = state, position, position.completed_steps
     self._pending: dict[str, Any] | None = position.pending  # the record of the last step
     self._closing: dict[str, Any] | None = position.closing  # outputs of `step.make_closing` before an outer step
@@ -111,7 +105,7 @@ class TrainingLoop:
       raise
     finally:
       self._sinks.console.stop()
-    return Outcome(self._position.completed_steps, self._position.completed_steps < num_steps, tuple(self._seconds))
+    return self._position.completed_steps, self._seconds
 
   # Starting a step.
 
@@ -130,7 +124,7 @@ class TrainingLoop:
     is_plain = bool(self._val_sets) and step % self._cfg.ghost.ghost_every != 0
     name = "plain_step" if is_plain else "train_step"
     self._sinks.watch(step, f"waits until {name} is compiled")
-    run = getattr(self._program, name)
+    run = self._program.function(name)
     self._sinks.watch(step, f"starts {name}", name, bounded=True)
     self._state, outputs = run(self._state, fetched.arrays, () if is_plain else self._validation.batches(step))
     self._read_started()
@@ -138,7 +132,7 @@ class TrainingLoop:
     done, is_last = step + 1, step + 1 == self._cfg.run.steps
     if self._program.outer:
       self._sinks.watch(step, "takes an outer step")
-      self._state, self._closing, account = self._program.outer.after(self._state, step, self._validation)
+      self._state, self._closing, account = self._program.outer(self._state, step, self._validation)
       if account:
         self._read_started()
         self._pending = (self._pending or {}) | account
@@ -164,7 +158,7 @@ class TrainingLoop:
     if not is_ready:
       self._program.executable("closing")
       self._restart_clock()
-    closing = self._program.closing(self._state, self._validation.batches(step - 1))
+    closing = self._program.function("closing")(self._state, self._validation.batches(step - 1))
     if turned := closing.pop("turned", None):
       self._state = carry(self._state, turned)
     return closing
@@ -177,9 +171,9 @@ class TrainingLoop:
     self._sinks.watch(None, "evaluates", "evaluate")
     if not self._eval_batches:
       num_rows = self._cfg.data.per_device_batch_size * self._plan.layout.num_devices
-      batches = [self._dataset.validation_batch(i, num_rows) for i in range(self._cfg.run.eval_steps)]
+      batches = [self._validation.draw(i, num_rows) for i in range(self._cfg.run.eval_steps)]
       self._eval_batches = [self._plan.layout.put(batch.arrays) for batch in batches]
-    sums = [self._program.evaluate(self._state, batch) for batch in self._eval_batches]
+    sums = [self._program.function("evaluate")(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
     self._pending |= metrics.eval_metrics(jax.device_get(sums), self._cfg.evaluated)
     self._sinks.console.line(eval_line(self._pending["step"], self._pending))
@@ -200,8 +194,6 @@ class TrainingLoop:
     if completed == self._saved_steps and not sinks.checkpoints.only_local:
       return
     sinks.watch(None, "saves a checkpoint")
-    for tracker in sinks.trackers:
-      tracker.flush()
     log, scores, closing = sinks.metrics, sinks.scores, self._closing
     position = dataclasses.replace(
       self._position, metrics_bytes=log.position() if log else 0, metrics_crc=log.checksum if log else None,
@@ -222,7 +214,8 @@ class TrainingLoop:
     num_steps = self._cfg.run.steps
     if not self._validation.has_open_account(num_steps):
       return
-    closing = self._closing or self._program.closing(self._state, self._validation.batches(num_steps - 1))
+    if (closing := self._closing) is None:
+      closing = self._program.function("closing")(self._state, self._validation.batches(num_steps - 1))
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:

@@ -23,10 +23,8 @@ from maxghost.models import stack
 from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
 from maxghost.training import devices, state
 from maxghost.training.diloco import INNER, Diloco
-from maxghost.training.memory_report import MemoryEstimate, Row, Tensor
+from maxghost.training.memory_report import MemoryEstimate, Rows, Tensor, num_bytes
 from maxghost.training.scoring import excluded, scoring_spec
-
-Rows = dict[str, list[Tensor]]  # {row of the table: its arrays}
 
 # Keys that change neither the shapes nor the shardings of the train state.
 _OF_THE_STEP = {"attention", "num_vocab_tiling", "remat_policy", "segment_lengths", "ghost_schedule", "ghost_rank",
@@ -57,7 +55,7 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
       raise config.ConfigError(str(error)) from error
     step, resident = Step(device), device.resident()
     moments = {name: resident | rows for name, rows in step.moments().items()}
-    name, rows = max(moments.items(), key=lambda item: sum(t.bytes for tensors in item[1].values() for t in tensors))
+    name = max(moments, key=lambda name: sum(map(num_bytes, moments[name].values())))
 
     def change(**keys) -> MemoryEstimate | None:
       try:
@@ -67,8 +65,7 @@ def estimate(cfg: config.Config, layout: Layout | None = None, split: state.Spli
       except config.ConfigError:
         return None
 
-    found, held = (tuple(Row(name, tuple(tensors)) for name, tensors in each.items()) for each in (rows, resident))
-    return MemoryEstimate(found, name, held, device.host_bytes, step.tokens, cfg, change, step.walk)
+    return MemoryEstimate(moments[name], name, resident, device.host_bytes, step.tokens, cfg, change, step.walk)
 
   return of(cfg, split)
 
@@ -180,8 +177,8 @@ class Device:
     wide = [v for v in self.params.values() if jnp.promote_types(v.dtype, self.cfg.model.dtype) != self.cfg.model.dtype]
     return sum(v.elements for v in wide if ((v.stacked and stacked) or v in tied) and not v.on_host)
 
-  def resident(self) -> dict[str, list[Tensor]]:
-    """{row of the table: arrays} in device memory between steps."""
+  def resident(self) -> Rows:
+    """In device memory between steps."""
     kinds, held = (PARAMETERS, "optimizer", OUTER, OTHER), [v for v in self.variables if not v.on_host]
     rows = {kind: [Tensor(v.shape, v.dtype, v.label) for v in held if v.row == kind] for kind in kinds}
     num_rows = devices.rows_per_step(self.cfg, self.layout.num_devices)
@@ -393,7 +390,7 @@ class Step:
     if not (self.walks_back and self.model.segment_lengths):
       return [hidden, feed_forward, *differentiated]
     turns = [hidden, feed_forward, *self._attention(LIVE_HEADS // 2, "")], [hidden, *differentiated]
-    return max(turns, key=lambda tensors: sum(tensor.bytes for tensor in tensors))
+    return max(turns, key=num_bytes)
 
   def _attention(self, count: int, and_cotangents: str) -> list[Tensor]:
     n = self.inner_tokens

@@ -1,10 +1,11 @@
 """The memory estimate of a step: its tensors, the printed table, and advice if it exceeds a device's memory."""
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +35,11 @@ class Tensor:
     return f"{many}{dtype}[{','.join(map(str, self.shape))}] {shown(self.bytes)}: {self.why}"
 
 
-class Row(NamedTuple):
-  """A line of the table: the tensors of one kind at the moment of the maximum."""
+Rows = dict[str, list[Tensor]]  # {row of the table: the arrays of one kind}
 
-  name: str
-  tensors: tuple[Tensor, ...]
 
-  @property
-  def bytes(self) -> int:
-    return sum(tensor.bytes for tensor in self.tensors)
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+  return sum(tensor.bytes for tensor in tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +51,9 @@ class MemoryEstimate:
   empty. change(**keys) -> the estimate with other settings, or None if they are refused.
   """
 
-  rows: tuple[Row, ...]
+  rows: Rows
   moment: str
-  resident: tuple[Row, ...]
+  resident: Rows
   host: int
   tokens: int
   cfg: Config
@@ -65,11 +62,11 @@ class MemoryEstimate:
 
   @property
   def total(self) -> int:
-    return sum(row.bytes for row in self.rows)
+    return sum(map(num_bytes, self.rows.values()))
 
   @property
   def arguments(self) -> int:
-    return sum(row.bytes for row in self.resident)
+    return sum(map(num_bytes, self.resident.values()))
 
   @property
   def temporaries(self) -> int:
@@ -77,7 +74,7 @@ class MemoryEstimate:
 
   def table(self) -> list[str]:
     lines = [f"memory per device, closed form, fullest during {self.moment} ({self.tokens:,} tokens per device):"]
-    rows = [(row.name, row.bytes) for row in self.rows if row.bytes]
+    rows = [(name, size) for name, tensors in self.rows.items() if (size := num_bytes(tensors))]
     rows += [("total", self.total)] + ([("in host memory", self.host)] if self.host else [])
     lines += [f"  {name:<28}{shown(size):>12}" for name, size in rows]
     return [*lines, f"  {self.walk}"] if self.walk else lines
@@ -158,7 +155,7 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
 
 def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
   """The largest tensors, and the settings that bring the estimate to the capacity, or as near as possible."""
-  tensors = sorted((tensor for row in estimate.rows for tensor in row.tensors), key=lambda tensor: -tensor.bytes)
+  tensors = sorted(itertools.chain(*estimate.rows.values()), key=lambda tensor: -tensor.bytes)
   lines = ["  largest:", *(f"    {tensor.describe()}" for tensor in tensors[:5])]
   if not (steps := remedies(estimate, capacity_bytes)):
     return [*lines, "  no setting helps; use more devices (ici_fsdp_parallelism), or a smaller model"]

@@ -64,14 +64,14 @@ def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") 
 def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict[str, Any]:
   """The ghost/* part, in nats: val_loss before the update, the predicted drop and its columns, the self-check.
 
-  The predicted drop is -<grad L_val, update>, the sum of the columns of `plugins.LEDGER`. A step without a validation
+  The predicted drop is -<grad L_val, update>, the sum of `plugins.ledger_columns`. A step without a validation
   loss (ghost_val_every > 1) has NaN there; schedule concat has no columns. ghost/scored is 1, or 0 if the scores were
   not finite. ghost/chosen_rows: rows trained on, with ghost_select. ghost/captured/<parameter>: the share of |u|^2 held
   by low-rank factors, per layer and set; a lower bound under Adam, whose factors first leave out directions that do not
   matter to this batch's gradient. The loop adds `ghost/actual_drop/<set>` later.
   """
   record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
-  columns = [column for column in plugins.LEDGER if column in outputs]
+  columns = [column for column in plugins.ledger_columns() if column in outputs]
   if "chosen_B" in outputs:
     record["ghost/chosen_rows"] = int(outputs["chosen_B"].sum())
   for k, name in enumerate(val_sets):

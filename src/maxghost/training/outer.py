@@ -22,7 +22,6 @@ import numpy as np
 from flax import nnx
 
 from maxghost.ghost.schedules import Model, passes
-from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import of_validation
 from maxghost.optimizers import by_label
 from maxghost.parallel.shardings import constrain, slash_path
@@ -86,7 +85,7 @@ class Outer:
     return moves
 
   def programs(self) -> dict[str, tuple[Callable, tuple, Any]]:
-    """{name: (function, abstract arguments, shardings of its results)} of what `OuterSteps` runs."""
+    """{name: (function, abstract arguments, shardings of its results)} of what `after` runs."""
     inner = {path[2:]: v for path, v in nnx.to_flat_state(self._state) if path[:2] == (INNER, GLOBAL)}
     trained = {slash_path(path): inner[path].get_value() for path in self.slices.trained}
     val_batches = devices.validation_shapes(self.slices.cfg, self.slices.layout)
@@ -118,8 +117,7 @@ class Outer:
 
     def of_slice(inner, val_batches):
       model = nnx.merge(self.slices.graphdef, inner).model
-      pairs = zip(of_each_set(of_validation(self.slices.cfg), val_batches), val_batches, strict=True)
-      return constrain(jnp.stack([passes.validation_mean(*loss(model, rows)) for loss, rows in pairs]), (None,))
+      return constrain(passes.validation_losses(model, of_validation(self.slices.cfg), val_batches), (None,))
 
     return self.slices.at_global(of_slice, whole, val_batches)
 
@@ -174,36 +172,30 @@ class Outer:
     out = {"momentum": rate * beta**2 * along(m[None]), "pseudo_gradient": rate * (1 + beta) * along(pseudo[None])}
     return out if apart_R is None else out | {"slice": rate * (1 + beta) / len(apart_R) * along(apart_R)}
 
-
-class OuterSteps:
-  """Runs the outer steps of a run. program: the compiled function of a name in `Outer.programs`, or of closing."""
-
-  def __init__(self, outer: Outer, program: Callable[[str], Callable]):
-    self._outer, self._program = outer, program
-
-  def after(self, state: nnx.State, step: int, validation: ValidationRows) -> tuple[nnx.State, dict | None, dict]:
-    """(state, closing, record) after step number `step` (from 0). The state is donated. closing: outputs of
-    `step.make_closing`, measured before an outer step changes the parameters; None without a change. record: the
-    diloco/* part of the step's record."""
-    moves, sets = self._outer.due(step + 1), tuple(self._outer.slices.cfg.val_sets)
+  def after(self, program: Callable[[str], Callable], state: nnx.State, step: int,
+            validation: ValidationRows) -> tuple[nnx.State, dict | None, dict]:  # fmt: skip
+    """(state, closing, record) after step number `step` (from 0). The state is donated. program: the compiled function
+    of a name in `programs`, or of closing. closing: outputs of `step.make_closing`, measured before an outer step
+    changes the parameters; None without a change. record: the diloco/* part of the step's record."""
+    moves, sets = self.due(step + 1), tuple(self.slices.cfg.val_sets)
     rows, closing = validation.batches(step) if sets and any(kind != SEND for kind, _ in moves) else (), None
     if rows and validation.closes(step + 1):
-      closing = self._outer.slices.to_host(self._program("closing")(state, rows))
-    state, account = self(state, moves, rows)
+      closing = self.slices.to_host(program("closing")(state, rows))
+    state, account = self.moved(program, state, moves, rows)
     return state, closing, account_metrics(account, sets)
 
-  def __call__(self, state: nnx.State, moves: list, val_batches: tuple) -> tuple[nnx.State, dict[str, np.ndarray]]:
+  def moved(self, program: Callable, state: nnx.State, moves: list, val_batches: tuple) -> tuple[nnx.State, dict]:
     """(state, account) after these moves. The account has, in nats at the global parameters, predicted_drop,
     actual_drop, momentum and pseudo_gradient [K], and without overlap slice [R, K]; it is empty without val_batches."""
     accounts, gradients = [], ()
     if val_batches:
-      before, gradients = self._program("outer_gradients")(state, val_batches)
+      before, gradients = program("outer_gradients")(state, val_batches)
     for kind, fragment in moves:
-      state, account = self._program(f"{OUTER_STEP}_{kind}_{fragment}")(state, () if kind == SEND else gradients)
+      state, account = program(f"{OUTER_STEP}_{kind}_{fragment}")(state, () if kind == SEND else gradients)
       accounts += [account] if account else []
     if not accounts:
       return state, {}
-    after = self._program("outer_losses")(state, val_batches)
+    after = program("outer_losses")(state, val_batches)
     found: dict[str, Any] = {}
     for account in accounts:
       own = {name: x if name == "slice" else x[0] for name, x in of_slices(account).items()}
@@ -215,7 +207,7 @@ class OuterSteps:
 
 
 def account_metrics(account: Mapping[str, np.ndarray], val_sets: tuple[str, ...]) -> dict[str, float]:
-  """The diloco/* part of a record, from the account of `OuterSteps`."""
+  """The diloco/* part of a record, from the account of `Outer.after`."""
   record = {}
   for name, value in account.items():
     for k, of_set in enumerate(val_sets):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config import ConfigError, GhostConfig
+from maxghost.config import GhostConfig
 from maxghost.parallel import distributed
 from maxghost.training.batches import NUM_AHEAD
 from maxghost.training.score_recorder import domain_numbers, scored_units
@@ -28,14 +28,11 @@ LAG = NUM_AHEAD + 4  # when step s is read, step s + 1 runs and NUM_AHEAD + 1 ba
 class Reweighter:
   """Watches the scores of each step and schedules changes of the mixture. shares: {domain: share of the rows} to start
   from. reader: has `mixture_domains` and `schedule_mixture(changes)`. document_id: (domain, path, offset) of a document
-  by its index. Raises ConfigError for a floor that exceeds 1 / D."""
+  by its index."""
 
   def __init__(self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable):
     self._reader, self._names = reader, tuple(reader.mixture_domains)
     self._every, self._size, self._floor = ghost.reweighting
-    if self._floor * len(self._names) > 1:
-      said = f"ghost_reweight: a floor of {self._floor:g} for {len(self._names)} domains is more than all rows"
-      raise ConfigError(f"{said}; use {1 / len(self._names):.3g} or less")
     self._document = functools.cache(document_id)
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
     self._sums_2D = np.zeros((2, len(self._names)))  # nats and tokens of the interval

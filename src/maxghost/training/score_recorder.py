@@ -37,8 +37,7 @@ def open_recorder(cfg: Config, dataset, path: Path, slice_B: np.ndarray | None =
                   fields=(*dataset.source.fields, *(() if slice_B is None else ("slice",))),
                   parts=plugins.OBJECTIVES[cfg.optimizer.objective].load().parts)  # fmt: skip
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
-  folder = path / "ghost" / tokens.FOLDER
-  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, folder, reach_S, slice_B)
+  return ScoreRecorder(writer, dataset.document_record, dataset.source.domains, reach_S, slice_B)
 
 
 def scored_units(outputs: Mapping[str, np.ndarray], batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -127,14 +126,14 @@ class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
   document: maps a document's index to (domain, path, offset, the writer's fields); called once per document. domains:
-  all domains, an axis of the contributions by parameter. token_folder: for the files of ghost_detail=token. reach_S:
-  learning_rate_in_all of every step of the run; None if unknown. slice_B: the slice of each row, the last field.
+  all domains, an axis of the contributions by parameter. reach_S: learning_rate_in_all of every step of the run; None
+  if unknown. slice_B: the slice of each row, the last field.
   """
 
-  def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str], token_folder: Path,
+  def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str],
                reach_S: np.ndarray | None = None, slice_B: np.ndarray | None = None):  # fmt: skip
     self._writer, self._reach_S, self._slice_B = writer, reach_S, slice_B
-    self._token_folder, self._domains, self._name = token_folder, tuple(domains), functools.cache(document)
+    self._domains, self._name = tuple(domains), functools.cache(document)
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)
@@ -156,8 +155,8 @@ class ScoreRecorder:
   def restore(self, position: dict | None, completed_steps: int) -> None:
     """Removes the records after a checkpoint; None empties the log."""
     self._writer.restore(position)
-    tokens.restore(self._token_folder, completed_steps)
-    selection.restore(self._token_folder.parent, completed_steps)
+    tokens.restore(self._writer.folder / tokens.FOLDER, completed_steps)
+    selection.restore(self._writer.folder, completed_steps)
 
   def close(self) -> None:
     """Writes all recorded steps to disk."""
@@ -194,11 +193,11 @@ class ScoreRecorder:
       by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
       modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
     if "token_contribution_KBT" in outputs:
-      token_KBT = outputs["token_contribution_KBT"]
-      record["tokens_crc"] = tokens.write(self._token_folder, step, token_KBT, batch, self._name)
+      folder, token_KBT = self._writer.folder / tokens.FOLDER, outputs["token_contribution_KBT"]
+      record["tokens_crc"] = tokens.write(folder, step, token_KBT, batch, self._name)
     if "chosen_B" in outputs:
       chosen = np.flatnonzero(outputs["chosen_B"][row_U]).tolist()
-      record["selection_crc"] = selection.append(self._token_folder.parent, step, len(ids), chosen)
+      record["selection_crc"] = selection.append(self._writer.folder, step, len(ids), chosen)
     self._writer.append(record, columns, ids, modules=modules)
 
   def _raise_error(self) -> None:

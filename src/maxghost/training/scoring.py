@@ -43,13 +43,12 @@ def excluded(cfg: Config, model: nnx.Module) -> tuple[str, ...]:
 @dataclasses.dataclass(frozen=True)
 class Scorer:
   """The scored pass of the configured schedule and direction, for batches of one shape. See `make_scorer`. loss: the
-  objective, which tells the units. train_graphdef: that of the whole train state. num_slots: S."""
+  objective, which tells the units. num_slots: S."""
 
   cfg: Config
   loss: Objective
   rule: optimizers.UpdateRule
   twin: Twin
-  train_graphdef: nnx.GraphDef
   num_slots: int
 
   def problem(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Problem:
@@ -95,7 +94,7 @@ class Scorer:
     _, factor, clipped = optimizers.clip(grads, self.cfg.optimizer.gradient_clipping_threshold)
     delta = None
     if self.cfg.ghost.curvature == "hessian":
-      copy = nnx.merge(self.train_graphdef, nnx.state(train_state), copy=True)
+      copy: Any = nnx.clone(train_state)
       before = jax.tree.map(lambda x: x, nnx.state(copy.model, copy.optimizer.wrt))
       copy.apply_gradients(clipped)
       delta = jax.tree.map(lambda after, start: after - start, nnx.state(copy.model, copy.optimizer.wrt), before)
@@ -253,8 +252,8 @@ def secant_weight(cfg: Config, step, carried: Any = 0) -> jax.Array:
   return jnp.where(known & (between > 0), ahead / jnp.where(between > 0, between, 1), 0)
 
 
-def make_scorer(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1) -> Scorer:
-  """graphdef: of the train state. batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
+def make_scorer(cfg: Config, model: nnx.Module, batch, *, num_sets: int, num_segments: int = 1) -> Scorer:
+  """batch: arrays or shapes. Raises ValueError for a model that cannot be scored."""
   ghost, objective = cfg.ghost, create(cfg)
   rows = jax.tree.leaves(batch)[0].shape[0] // cfg.optimizer.gradient_accumulation_steps
   micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), dict(batch))
@@ -265,7 +264,7 @@ def make_scorer(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: in
   # scores leave of the path is in the direction residual.
   along = ghost.direction in plugins.OF_STEP
   rule = optimizers.direction_rule(cfg.optimizer, "path") if along else optimizers.create(cfg.optimizer)
-  return Scorer(cfg, objective.validation(), rule, twin, graphdef, num_segments)
+  return Scorer(cfg, objective.validation(), rule, twin, num_segments)
 
 
 def run(problem: Problem, train_state: TrainStateNNX) -> Scored:

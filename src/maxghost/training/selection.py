@@ -83,8 +83,6 @@ class Selector(Scorer):
 
   candidates: Scorer
   sketch: Twin | None
-  num_candidates: int
-  num_chosen: int
 
   def score(self, train_state: TrainStateNNX, split: Model, step_loss, batch, val_batches: tuple) -> Selected:
     """As `Scorer.score`, for the chosen rows."""
@@ -93,12 +91,13 @@ class Selector(Scorer):
     settings = dataclasses.replace(problem.settings, in_turn=False)
     first = scoring.run(dataclasses.replace(problem, account=None, settings=settings), train_state)
     value_B, pair_BB = jnp.nan_to_num(first.additive.mean(0).sum(-1)), None
+    k = num_chosen(self.cfg, len(value_B))
     if self.sketch is not None:
       pair_BB = self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
-    chosen_B = choose(ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), self.num_chosen,
+    chosen_B = choose(ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), k,
                       jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
                       pair_BB=pair_BB)  # fmt: skip
-    picked, index_k = take(dict(batch), chosen_B, self.num_chosen)
+    picked, index_k = take(dict(batch), chosen_B, k)
     # The validation gradient is computed once for both passes.
     second = dataclasses.replace(problem, twin=self.twin, batch=picked, validation=first.validation)
     return Selected(**vars(schedules.score(second)), batch=picked, index_k=index_k, chosen_B=chosen_B, candidates=first)
@@ -151,20 +150,20 @@ class Selector(Scorer):
     sketch_MRB = sketch.sketch_pass(twin, params, rest, problem.loss, problem.batch, key, NUM_SKETCHES, scale)
     gram_BB = scoring.products("mra,mrb->ab", sketch_MRB, sketch_MRB) / NUM_SKETCHES
     learning_rate = learning_rate_schedule(self.cfg.optimizer, self.cfg.run.steps)(step)
-    return learning_rate * self.num_candidates / self.num_chosen * curvature * gram_BB
+    return learning_rate * len(gram_BB) / num_chosen(self.cfg, len(gram_BB)) * curvature * gram_BB
 
 
-def make_selector(cfg: Config, graphdef, model: nnx.Module, batch, *, num_sets: int, num_segments: int) -> Selector:
+def make_selector(cfg: Config, model: nnx.Module, batch, *, num_sets: int, num_segments: int) -> Selector:
   """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
   rows = jax.tree.leaves(batch)[0].shape[0]
   k = num_chosen(cfg, rows)
   of = lambda n: {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}  # noqa: E731
   sizes, twin = {"num_sets": num_sets, "num_segments": num_segments}, None
-  scorer, candidates = (scoring.make_scorer(cfg, graphdef, model, of(n), **sizes) for n in (k, rows))
+  scorer, candidates = (scoring.make_scorer(cfg, model, of(n), **sizes) for n in (k, rows))
   if cfg.ghost.ghost_select == "greats":
     options = {"num_sets": 1, "num_positions": None, "spec": sketch.SPEC, "exclude": scoring.excluded(cfg, model)}
     twin = prepare_twin(model, of(rows), create(cfg), **options)
-  return Selector(**vars(scorer), candidates=candidates, sketch=twin, num_candidates=rows, num_chosen=k)
+  return Selector(**vars(scorer), candidates=candidates, sketch=twin)
 
 
 def take(batch: dict, chosen_B, k: int):

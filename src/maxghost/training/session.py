@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import maxghost
 from maxghost import config
@@ -20,9 +21,9 @@ from maxghost.objectives import create
 from maxghost.parallel import collectives, distributed
 from maxghost.parallel.watch import Watch
 from maxghost.serving.samples import Sampler
-from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state
-from maxghost.training.batches import Batches, Prefetcher
-from maxghost.training.loop import Outcome, Sinks, TrainingLoop
+from maxghost.training import compiled_steps, console, memory_report, run_directory, score_recorder, state, trackers
+from maxghost.training.batches import Prefetcher
+from maxghost.training.loop import Sinks, TrainingLoop
 from maxghost.training.metrics import MetricsLog
 from maxghost.training.plan import Plan
 from maxghost.training.reweighting import Reweighter
@@ -35,20 +36,20 @@ class Session:
   """A training run. The constructor validates, with JAX, and writes nothing; `run` trains.
 
   dataset: with this process's part of the rows. open_checkpoints: makes a checkpoint manager for the run directory.
-  open_trackers: (cfg, run directory, first step) -> `Sinks.trackers`. open_parameters: maps the tree of the state's
-  abstract arrays to a function that reads all or some of them from a given model; None: from init_weights_seed.
-  open_teacher: the same for the teacher. force: compiles a step even if it is estimated to need far too much memory.
+  open_parameters: maps the tree of the state's abstract arrays to a function that reads all or some of them from a
+  given model; None: from init_weights_seed. open_teacher: the same for the teacher. force: compiles a step even if it
+  is estimated to need far too much memory.
   With several processes, process 0 prints and writes what is common.
   """
 
   def __init__(self, plan: Plan, existing: run_directory.Existing, dataset, signals: StopSignals, *,
-               open_checkpoints: Callable, open_trackers: Callable, open_parameters: Callable | None = None,
-               force: bool = False, open_teacher: Callable | None = None, watch: Watch | None = None):  # fmt: skip
-    cfg, self._watch = plan.cfg, watch or Watch(plan.cfg.parallel.jax_distributed_timeouts[1])
+               open_checkpoints: Callable, open_parameters: Callable | None, open_teacher: Callable | None,
+               force: bool, watch: Watch):  # fmt: skip
+    cfg, self._watch = plan.cfg, watch
     self._watch.explain = self._first_collective
     self._watch.advice = lambda: f"{self.last_checkpoint()}; start all processes again to continue from it"
     self._plan, self._cfg, self._existing, self._dataset, self._signals = plan, cfg, existing, dataset, signals
-    self._path, self._open_checkpoints, self._open_trackers = existing.path, open_checkpoints, open_trackers
+    self._path, self._open_checkpoints = existing.path, open_checkpoints
     self._console = console.Console(None if distributed.is_first() else open(os.devnull, "w"))  # noqa: SIM115
     self._checkpoints: Any = None
     self._capacity = memory_report.capacity(jax.local_devices()[0])
@@ -69,14 +70,14 @@ class Session:
       with contextlib.ExitStack() as opened:
         opened.enter_context(self._claim())
         try:
-          outcome = self._train(opened)
+          completed, seconds = self._train(opened)
         except BaseException as error:
           if distributed.is_lost_peer(error):
             opened.pop_all()  # closing would wait for the others
           if isinstance(error, config.ConfigError) and distributed.is_first():
             run_directory.withdraw(self._existing)
           raise
-      return self._conclude(outcome)
+      return self._conclude(completed, seconds)
     except (RuntimeError, ValueError) as error:  # raised by the runtimes, also through Orbax
       if distributed.is_lost_peer(error):
         distributed.end_without_peers(error, self._watch.advice())
@@ -115,9 +116,9 @@ class Session:
       raise config.ConfigError(f"process {other} reads other data than process 0; give all processes the same files")
     return lock
 
-  def _train(self, opened: contextlib.ExitStack) -> Outcome:
+  def _train(self, opened: contextlib.ExitStack) -> tuple[int, list[float]]:
     """Opens logs and checkpoints, which `opened` closes, and runs the loop."""
-    plan, cfg, dataset = self._plan, self._cfg, self._dataset
+    plan, cfg, dataset, domains = self._plan, self._cfg, self._dataset, self._cfg.data.validation_sets
     train_state, position = self._restore()
     sinks = self._open_sinks(position)
     opened.callback(sinks.close)
@@ -130,9 +131,12 @@ class Session:
       weights = parse_weights(cfg.data, dataset.source.domains)
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
-    sets = zip(cfg.data.validation_sets.items(), cfg.set_objectives, strict=True)
-    of_sets = {name: (domain, create(cfg, own).prepare) for (name, domain), own in sets}
-    batches = Batches(dataset, create(cfg).prepare, of_sets)
+    prepare = {name: create(cfg, own).prepare for name, own in zip(domains, cfg.set_objectives, strict=True)}
+
+    def validation_batch(index: int, num_rows: int, name: str = "") -> Any:
+      name = name or next(iter(domains))
+      return prepare[name](dataset.validation_batch(index, num_rows, domains[name]))
+
     put: Callable = functools.partial(plan.layout.put, num_rows=plan.rows)
     num_batches, rollouts = cfg.run.steps - position.completed_steps, None
     if cfg.samples:
@@ -140,17 +144,17 @@ class Session:
       opened.callback(rollouts.close)
       rollouts.restore(position.rollouts)
       put, num_batches = lambda arrays: None, rollouts.num_samplings(position.completed_steps)
-    prefetcher = Prefetcher(batches, put, num_batches)
+    prefetcher = Prefetcher(dataset.train, put, num_batches, create(cfg).prepare)
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(
-      plan, self._program, batches, sinks, self._signals,
+      plan, self._program, validation_batch, sinks, self._signals,
       reweighter=reweighter, sampler=self._sampler, rollouts=rollouts,
     )  # fmt: skip
-    outcome = loop.run(train_state, position, prefetcher)
+    result = loop.run(train_state, position, prefetcher)
     if not position.completed_steps:  # the reader counts what this process has read
       self._console.line(dataset.train.describe())
-    return outcome
+    return result
 
   def _restore(self) -> tuple[Any, Position]:
     """The newest valid checkpoint, or the start of the run."""
@@ -205,24 +209,24 @@ class Session:
       tree = state.merged(tree, self._read_parameters())
     if state.REFERENCE in tree:
       model = self._read_teacher()["model"] if self._read_teacher else tree["model"]
-      tree[state.REFERENCE] = state.copied(model, tree[state.REFERENCE])
+      tree[state.REFERENCE] = jax.tree.map(jnp.copy, state.chosen(model, tree[state.REFERENCE]))
     begun = state.from_tree(tree, self._plan.inner)
     return self._plan.apart.begin(begun) if self._plan.apart else begun
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""
-    metrics_log, scores, trackers, sets = None, None, (), tuple(self._cfg.val_sets)
+    metrics_log, scores, followers, sets = None, None, (), tuple(self._cfg.val_sets)
     document, domains = self._dataset.document_id, self._dataset.source.domains
     if distributed.is_first():
       metrics_log = MetricsLog(self._path / run_directory.METRICS_FILE)
       metrics_log.restore(position.metrics_bytes, position.metrics_crc)
       first = position.completed_steps if position.pending is None else position.pending["step"]
-      trackers = self._open_trackers(self._cfg, self._path, first)
+      followers = trackers.open_all(self._cfg, self._path, first)
     if self._cfg.val_sets and self._plan.own.writes:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path, self._plan.slices)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
     by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes)
-    return Sinks(self._console, metrics_log, scores, self._checkpoints, trackers, by_domain, self._watch)
+    return Sinks(self._console, metrics_log, scores, self._checkpoints, followers, by_domain, self._watch)
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
@@ -251,11 +255,11 @@ class Session:
     }  # fmt: skip
     write_text(self._path / "run_facts.json", json.dumps(sealed(facts), indent=2) + "\n")
 
-  def _conclude(self, outcome: Outcome) -> int:
-    if outcome.interrupted:
-      lines = console.interrupted_lines(self._cfg, outcome.completed_steps, self._path, self._signals.name)
+  def _conclude(self, completed: int, seconds: list[float]) -> int:
+    if interrupted := completed < self._cfg.run.steps:
+      lines = console.interrupted_lines(self._cfg, completed, self._path, self._signals.name)
     else:
-      lines = console.end_lines(self._plan, outcome.seconds, self._path) if distributed.is_first() else []
+      lines = console.end_lines(self._plan, seconds, self._path) if distributed.is_first() else []
     for line in lines:
       self._console.line(line)
-    return self._signals.exit_code if outcome.interrupted else 0
+    return self._signals.exit_code if interrupted else 0

@@ -19,8 +19,8 @@ from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import distributed
 from maxghost.parallel.shardings import Layout, map_state, slash_path
+from maxghost.training import host_memory
 from maxghost.training.devices import compiler_options
-from maxghost.training.host_memory import HostMemory
 
 REFERENCE = "reference_model"  # of a train state
 Split = tuple[nnx.GraphDef, nnx.State]
@@ -70,8 +70,10 @@ def create(cfg: Config, teacher: ModelConfig | None = None) -> TrainStateNNX:
 
 def referenced(objective: Objective | tuple[Objective, ...], train_state: TrainStateNNX, *batches) -> tuple:
   """The batches with what each objective reads from `reference_model`, else from the model without its adapters."""
+  pairs = [*zip(of_each_set(objective, batches), batches, strict=True)]
+  if not any(one.reference for one, _ in pairs):
+    return batches
   reference = train_state.reference_model or adapters.disabled(train_state.model)
-  pairs = zip(of_each_set(objective, batches), batches, strict=True)
   return tuple(one.from_reference(reference, batch) for one, batch in pairs)
 
 
@@ -107,7 +109,7 @@ def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig
   graphdef, abstract = abstract_split(cfg, teacher)
 
   def init():
-    return HostMemory.of(cfg).put(nnx.state(create(cfg, teacher)))
+    return host_memory.put(cfg, nnx.state(create(cfg, teacher)))
 
   shardings = None if layout is None else layout.shardings(abstract)
   return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
@@ -116,7 +118,7 @@ def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig
 def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> Split:
   """(graphdef, state) with `jax.ShapeDtypeStruct` leaves, without allocation."""
   graphdef, state = nnx.split(nnx.eval_shape(lambda: create(cfg, teacher)))
-  return graphdef, HostMemory.of(cfg).abstract(state)
+  return graphdef, host_memory.abstract(cfg, state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,10 +194,10 @@ def to_tree(state: nnx.State) -> dict:
   return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
 
 
-def copied(tree: Mapping, wanted: Mapping) -> dict:
-  """Copies of the arrays of a tree at the paths of another."""
+def chosen(tree: Mapping, wanted: Mapping) -> dict:
+  """The arrays of a tree at the paths of another."""
   flat: dict[Any, Any] = flatten_dict(tree)
-  return unflatten_dict({path: jnp.copy(flat[path]) for path in flatten_dict(wanted)})
+  return unflatten_dict({path: flat[path] for path in flatten_dict(wanted)})
 
 
 def from_tree(tree: Mapping, like: nnx.State) -> nnx.State:

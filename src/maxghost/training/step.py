@@ -13,7 +13,6 @@ from maxghost import optimizers
 from maxghost.config.schema import Config
 from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
-from maxghost.ghost.schedules.base import of_each_set
 from maxghost.models import autodiff, qk_clip
 from maxghost.objectives import create, of_validation
 from maxghost.optimizers import by_label, factor_of, learning_rate_schedule, scaled
@@ -40,16 +39,14 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
-    if cfg.reference:
-      read = lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows)  # noqa: E731
-      (batch,) = jax.eval_shape(read, state, batch)
-    scorer = make(cfg, graphdef, model, batch, num_sets=num_sets, num_segments=num_segments)
+    read = lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows)  # noqa: E731
+    (batch,) = jax.eval_shape(read, state, batch)
+    scorer = make(cfg, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
-    if cfg.reference:
-      (batch,) = referenced(objective, train_state, batch)
-      val_batches = referenced(val_objective, train_state, *val_batches)
+    (batch,) = referenced(objective, train_state, batch)
+    val_batches = referenced(val_objective, train_state, *val_batches)
     split, key = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...)), None
     if cfg.model.dropout_rate or cfg.adapter.lora_dropout:
       # The key depends only on (seed, step), so that a restart draws the same masks without saved RNG state.
@@ -100,7 +97,7 @@ def _clipped_update(cfg: Config, grads):
   clip_factor = factor_of(norm, threshold)
 
   def update(train_state, read) -> None:
-    if host_memory.HostMemory.of(cfg).updates:
+    if host_memory.updates(cfg):
       scale = lambda g: scaled(g, clip_factor, threshold)  # noqa: E731
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
@@ -119,7 +116,7 @@ def make_eval_step(cfg: Config, graphdef):
 
   def evaluate(state, batch):
     train_state = nnx.merge(graphdef, state)
-    (batch,) = referenced(loss_fn, train_state, batch) if cfg.reference else (batch,)
+    (batch,) = referenced(loss_fn, train_state, batch)
     losses, weights = loss_fn(train_state.model, batch)
     return constrain(jnp.sum(losses * weights), ()), constrain(weights.sum(), ())
 
@@ -135,12 +132,11 @@ def make_closing(cfg: Config, graphdef):
 
   def close(state, val_batches):
     train_state = nnx.merge(graphdef, state)
-    val_batches = referenced(loss_fn, train_state, *val_batches) if cfg.reference else val_batches
+    val_batches = referenced(loss_fn, train_state, *val_batches)
     before, carries = scoring.rule_state(cfg, rule, train_state), cfg.ghost.carries_curvature
     if not whole or not (ledger.recalls(rule, before) or carries):
-      pairs = zip(of_each_set(loss_fn, val_batches), val_batches, strict=True)
-      losses = [passes.validation_mean(*loss(train_state.model, batch)) for loss, batch in pairs]
-      return {"prev_val_loss": constrain(jnp.stack(losses), (None,))}
+      losses = passes.validation_losses(train_state.model, loss_fn, val_batches)
+      return {"prev_val_loss": constrain(losses, (None,))}
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     losses, gradients = passes.validation_gradients(split, loss_fn, val_batches)
     out: dict[str, Any] = {"prev_val_loss": constrain(losses, (None,))}

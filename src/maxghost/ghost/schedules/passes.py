@@ -43,6 +43,12 @@ def like(state: nnx.State, labelled: dict) -> nnx.State:
   return map_state(state, lambda path, v: labelled[slash_path(path)].astype(v.get_value().dtype))
 
 
+def validation_losses(model: nnx.Module, loss_fn: Losses, batches: tuple):
+  """[K]: the mean loss of each validation batch."""
+  pairs = zip(of_each_set(loss_fn, batches), batches, strict=True)
+  return jnp.stack([validation_mean(*loss(model, batch)) for loss, batch in pairs])
+
+
 def validation_gradients(model: Model, loss_fn: Losses, batches: tuple):
   """(losses [K], one gradient State per validation set): gradients of the mean loss of each validation batch."""
 

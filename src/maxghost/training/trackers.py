@@ -1,9 +1,10 @@
 """Where the records of metrics.jsonl go besides: TensorBoard, experiment trackers, and the profiler, which counts them.
 
-Each has `append(record)`, `flush()` and `close()`. An experiment tracker is a package that is installed apart, and
-finds its server and project by its own settings, such as WANDB_PROJECT or MLFLOW_TRACKING_URI.
+Each has `append(record)` and `close()`. An experiment tracker is a package that is installed apart, and finds its
+server and project by its own settings, such as WANDB_PROJECT or MLFLOW_TRACKING_URI.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import math
@@ -24,7 +25,6 @@ class Tracker:
 
   def __init__(self, log: Callable[..., Any], close: Callable[[], Any]):
     self._log, self.close = log, close
-    self.flush = lambda: None  # libraries send in their own time
 
   def append(self, record: Mapping[str, Any]) -> None:
     self._log(_numbers(record), step=record["step"])
@@ -45,7 +45,7 @@ class TensorBoard:
     # The name of an event file has the time in whole seconds; a restart within one must not overwrite the file.
     self._writer = EventsWriter(str(path / "events"), f".{first_step}.{os.getpid()}")
     self._writer.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-    self.flush, self.close = self._writer.flush, self._writer.close
+    self.close = self._writer.close
 
   def append(self, record: Mapping[str, Any]) -> None:
     summaries = [self._summary.scalar(name, value) for name, value in _numbers(record).items()]
@@ -65,7 +65,8 @@ class Profile:
 
   def __init__(self, folder: Path, skip: int, steps: int):
     self._folder, self._first, self._last, self._seen = str(folder), skip + 1, skip + steps + 1, 0
-    self.flush = self._stop = lambda: None
+    self._running = contextlib.ExitStack()
+    self.close = self._running.close
 
   def append(self, record: Mapping[str, Any]) -> None:
     import jax
@@ -73,13 +74,9 @@ class Profile:
     self._seen += 1
     if self._seen == self._first:  # the step after this record runs already: the trace begins inside of it
       jax.profiler.start_trace(self._folder)
-      self._stop = jax.profiler.stop_trace
+      self._running.callback(jax.profiler.stop_trace)
     elif self._seen == self._last:
       self.close()
-
-  def close(self) -> None:
-    stop, self._stop = self._stop, self.flush
-    stop()
 
 
 def check(cfg: Config) -> None:
