@@ -111,7 +111,7 @@ def write_run(run_dir: Path, num_rows: int, num_documents: int):
       "objective": fmt.NEXT_TOKEN,
     }  # fmt: skip
     path = run_dir / "ghost" / fmt.shard_name(100 * number + 99, 0)
-    write_shard(path, meta, {"domain": domains, "path": paths}, steps, None, rows)
+    write_shard(path, meta, {"domain": domains, "path": paths}, steps, None, [rows], num)
 
 
 def open_in_browser(page: Path, folder: Path) -> float | None:

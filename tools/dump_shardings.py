@@ -19,6 +19,7 @@ from pathlib import Path
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType
 
 from maxghost import cli, config
 from maxghost.config import Config, ConfigError
@@ -104,7 +105,7 @@ def _abstract_layout(cfg: Config, topology: str, num_slices: int, record) -> Lay
     count = math.prod(known.slices[count]) * known.devices_per_chip
   ici, dcn = meshes.mesh_shape(cfg.parallel, count * num_slices, num_slices)
   sizes = {axis: ici[axis] * dcn[axis] for axis in MESH_AXES}
-  mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=meshes.auto(tuple(sizes)))
+  mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
   rules = make_rules(cfg.parallel.logical_axis_rules, cfg.parallel.override_logical_axis_rules, sizes)
   platform = "cpu" if family == "cpu" else "tpu"
   return Layout(mesh, rules, cfg.parallel.shard_optimizer_over_data, record, platform)

@@ -10,6 +10,7 @@ from maxghost import config
 from maxghost.models import streaming
 from maxghost.parallel import shardings
 from maxghost.training.memory import estimate
+from maxghost.training.memory_report import num_bytes
 
 RANKED = {"ghost_direction": "sgd", "ghost_rank": 4}
 HOST = {"offload_to_host": ("val_gradient",)}
@@ -46,7 +47,7 @@ def test_on_an_accelerator_it_is_fetched_in_a_branch_that_needs_the_training_gra
 def test_the_estimate_has_it_on_the_host():
   base = {"vocab_size": 4096, "base_emb_dim": 256, "max_target_length": 1024, "num_vocab_tiling": 8, **RANKED}
   here, there = (estimate(config.replace(config.load(), **base, **keys)) for keys in ({}, HOST))
-  rows = [{row.name: row.bytes for row in one.rows} for one in (here, there)]
+  rows = [{name: num_bytes(held) for name, held in one.rows.items()} for one in (here, there)]
   gradient = rows[0]["ghost directions and probes"] - rows[1]["ghost directions and probes"]
   assert gradient == rows[0]["parameters"] == there.host == here.total - there.total and here.host == 0
 

@@ -1,16 +1,21 @@
 """Confidence intervals for totals of noisy contributions."""
 
 import numpy as np
-from scipy.special import stdtrit  # quantile of Student's t; NaN below 1 degree of freedom
 
 NUM_BLOCKS = 20
-_UPPER_END = 0.975  # of a two-sided 95 % interval
+
+
+def student_t95(df):
+  """Half-width of a 95 % interval in standard errors, for degrees of freedom; NaN below 1."""
+  from scipy.special import stdtrit  # starts threads, which `attribute` wants after its own heap
+
+  return stdtrit(df, 0.975)
 
 
 def exposure_half_width(count, total, square):
   """95 % half-width of a sum of `count` contributions, had they been in other batches, from its square; NaN for one."""
   variance = np.maximum(square - total**2 / np.maximum(count, 1), 0) / np.maximum(count - 1, 1)
-  return stdtrit(count - 1, _UPPER_END) * np.sqrt(count * variance)
+  return student_t95(count - 1) * np.sqrt(count * variance)
 
 
 def block_half_width(sums: np.ndarray) -> np.ndarray:
@@ -22,7 +27,7 @@ def block_half_width(sums: np.ndarray) -> np.ndarray:
   if (num := sums.shape[-1]) < 3:
     return np.full(sums.shape[:-1], np.nan)
   variance = (np.diff(sums, axis=-1) ** 2).sum(-1) / (2 * (num - 1))
-  return stdtrit(num - 1, _UPPER_END) * np.sqrt(num * variance)
+  return student_t95(num - 1) * np.sqrt(num * variance)
 
 
 def block_edges(num: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray:
