@@ -267,6 +267,7 @@ KINDS = {
     "ghost_val_sets=[sums]",
     "reward_functions=[python_parses]",
     "scale_rewards=none",
+    "dropout_rate=0.0",
   ),
 }
 KILLS = {"muon": 20, "path": 20}  # 8 for the others

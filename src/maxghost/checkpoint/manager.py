@@ -79,7 +79,8 @@ class CheckpointManager:
     self._directory, self._say = full_path(directory), say
     self._attempts_path = self._directory / ".local"  # the run's word, and [word, step before] of its attempts
     # Orbax logs every phase of a save, and an error in each of its threads; this class reports what matters.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+      logging.getLogger(name).setLevel(logging.CRITICAL)
     self._saving: int | None = None  # the step being written
     self._has_failed = False
     self.only_local = False  # whether the newest checkpoint is a local one, and no durable one is of its step
