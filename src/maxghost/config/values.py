@@ -115,23 +115,24 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     print_problem(error, name)
     code = code if isinstance(error, BrokenPipeError) else 1
   except Exception as error:
-    if (line := _no_defect(error)) is None:
+    if (found := _no_defect(error)) is None:
       raise
+    line, code = found
     print_problem(line, name)
-    code = 1 if "RESOURCE_EXHAUSTED" in str(error) else ConfigError.exit_code
   return code
 
 
-def _no_defect(error: Exception) -> str | None:
-  """What is wrong outside of the program, where this is what the error of a library means."""
+def _no_defect(error: Exception) -> tuple[str, int] | None:
+  """(line, exit code) for what is wrong outside of the program, where this is what the error of a library means."""
   (said, *_), asked = str(error).splitlines() or [""], os.environ.get("JAX_PLATFORMS")
   if "RESOURCE_EXHAUSTED" in str(error):  # of XLA
-    return f"out of device memory: {said}"
+    return f"out of device memory: {said}", 1
   if isinstance(error, ValueError) and "embedded null" in said:
-    return "a path holds a NUL character"
+    return "a path holds a NUL character", ConfigError.exit_code
   if asked and traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py"):
     fix = "unset it, or install what this device needs: pip install '.[gpu]' or '.[tpu]'"
-    return f"JAX_PLATFORMS={asked}: JAX finds no such device here{said and f' ({said})'}; {fix}"
+    line = f"JAX_PLATFORMS={asked}: JAX finds no such device here{said and f' ({said})'}; {fix}"
+    return line, ConfigError.exit_code
   return None
 
 
