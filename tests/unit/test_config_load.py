@@ -201,6 +201,7 @@ def test_values_take_the_type_of_their_key(tmp_path):
     ("ghost_exclude=[*a", "ghost_exclude (command line): '[*a' is not a YAML list; write a,b or quote the items"),
     ("ghost_exclude=[[a]]", "ghost_exclude=[['a']] (command line) is not of type list of str"),
     ("steps=0", "steps=0 (command line) is below the least allowed value 1"),
+    ("adam_eps=0", "adam_eps=0.0 (command line) is below the least allowed value 1e-15"),
     ("dropout_rate=1", "dropout_rate=1.0 (command line) is above the greatest allowed value 0.999"),
     ("opt_type=adam", f"opt_type=adam (command line) is not one of {choices_of('opt_type')}; did you mean 'adamw'?"),
     (

@@ -461,7 +461,7 @@ def test_the_gold_answer_is_what_the_assistant_says_after_the_prompt(tmp_path, c
     ({"z_loss_multiplier": 1e-4}, "use z_loss_multiplier=0.0"),
     ({"dropout_rate": 0.1}, "would change the log-probabilities of answers; use dropout_rate=0.0"),
     ({"lora_rank": 4, "lora_dropout": 0.1}, "use lora_dropout=0.0"),
-    ({"opt_type": "muon", "adam_eps": 0.0}, "a tiny gradient, which adam_eps=0.0"),
+    ({"opt_type": "muon", "adam_eps": 1e-12}, "a tiny gradient, which adam_eps=1e-12"),
     ({"grpo_epsilon": (0.0, 0.2)}, r"grpo_epsilon=\[0\.0, 0\.2\]"),
     ({"adam_eps": 1e-14}, "a tiny gradient, which adam_eps=1e-14 enlarges; use 1e-10 or more"),
     ({"reward_functions": ("arithmetic", "arithmetic")}, "names arithmetic twice"),

@@ -275,6 +275,10 @@ REFUSED = [
     {"base_num_decoder_layers": 1, "ici_stage_parallelism": 2},
     "1 stacked layers do not divide over 2 stages; use one stage",
   ),
+  (
+    {"inhomogeneous_layer_cycle_interval": 8},
+    "base_num_decoder_layers=8 in cycles of 8: 1 stacked layers do not divide",
+  ),
   ({"num_pipeline_repeats": 3}, "8 stacked layers are not 2 stages x num_pipeline_repeats=3; use num_layers_per_pip"),
   (
     {"num_layers_per_pipeline_stage": 3},

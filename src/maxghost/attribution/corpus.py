@@ -14,7 +14,7 @@ from maxghost import scorelog
 from maxghost.attribution.texts import END, changed
 from maxghost.config import Config, ConfigError, DataConfig
 from maxghost.data import packing
-from maxghost.data.build import kept, load_dataset, max_segments, units_of
+from maxghost.data.build import kept, load_dataset, units_of
 from maxghost.data.packing import Layout, Rows
 from maxghost.data.sources import text
 from maxghost.data.sources.files import expand
@@ -37,7 +37,7 @@ class Corpus:
     keys = dataclasses.replace(kept(data, records), document_fields=(), dataset_domains=())
     self.source = text.load(expand(key, patterns), keys, own=own)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
-    self.layout = Layout(data.max_target_length, max_segments(data), packing.FIRST_FIT, data.add_bos, data.add_eos)
+    self.layout = Layout(data.max_target_length, data.max_segments, packing.FIRST_FIT, data.add_bos, data.add_eos)
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
     self.units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
     self.fingerprint, self._trained, self._chunks = self.source.fingerprint, None, None  # all documents

@@ -29,6 +29,7 @@ from maxghost.checkpoint.checksum import checksums
 from maxghost.checkpoint.layouts_store import full_path, is_typed_key, key_impl, key_words, misfit, read_json
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal, sealed, sync, write_text
+from maxghost.config.values import first_line
 from maxghost.optimizers import by_label
 from maxghost.parallel import distributed
 
@@ -174,7 +175,7 @@ class CheckpointManager:
       except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
         if "RESOURCE_EXHAUSTED" in str(error):
           raise
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
       reason = next(filter(None, distributed.gather(reason)), "")  # all use what all can read
       # Checksums are computed by all processes together, so only after each has read its part.
       if restored is None or reason or (reason := _changed(restored)):

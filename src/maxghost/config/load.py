@@ -114,7 +114,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   except yaml.YAMLError as error:
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark else str(path)
-    problems.append(f"{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}")
+    problems.append(f"{where} is not YAML: {getattr(error, 'problem', None) or values.first_line(error)}")
     return {}
   if not isinstance(root, yaml.MappingNode):
     problems += [] if root is None else [f"{path} does not hold `key: value` lines"]

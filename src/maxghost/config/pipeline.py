@@ -34,10 +34,11 @@ def split(num_layers: int, stages: int, per_stage: int, repeats: int) -> tuple[i
 
 def layers_problem(model: Any, keys: Any) -> str:
   """What is wrong, or '', with the layers of a model on the stages that `keys` name. Both: values of keys."""
-  units = model.base_num_decoder_layers // model.inhomogeneous_layer_cycle_interval
+  layers, cycle = model.base_num_decoder_layers, model.inhomogeneous_layer_cycle_interval
   stages = keys.ici_stage_parallelism * keys.dcn_stage_parallelism
   given = keys.num_layers_per_pipeline_stage, keys.num_pipeline_repeats
-  return "" if stages == 1 or not model.scan_layers else split(units, stages, *given)[1]
+  problem = "" if stages == 1 or not model.scan_layers else split(layers // cycle, stages, *given)[1]
+  return f"base_num_decoder_layers={layers} in cycles of {cycle}: {problem}" if problem and cycle > 1 else problem
 
 
 def check(v: Any) -> Iterator[str]:

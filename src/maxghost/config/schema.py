@@ -166,6 +166,12 @@ class DataConfig:
   ghost_val_copies: str = key("drop", choices=("drop", "keep", "error"))
 
   @property
+  def max_segments(self) -> int:
+    """S, the most segments of a row."""
+    usual = self.max_segments_per_seq if self.max_segments_per_seq > 0 else min(32, self.max_target_length // 32)
+    return 1 if self.packing == "none" else max(1, usual)
+
+  @property
   def validation_sets(self) -> dict[str, str]:
     """{name: domain} of the sets that are scored against."""
     first = (*self.dataset_domains, "words")[0] if self.dataset_type == "synthetic" else "manual"
@@ -212,7 +218,7 @@ class OptimizerConfig:
   learning_rate_final_fraction: float = key(0.1, minimum=0.0, maximum=1.0, unread="lr_schedule_type=constant")
   adam_b1: float = key(0.9, minimum=0.0, maximum=0.999999, unread="opt_type=sgd")
   adam_b2: float = key(0.95, minimum=0.0, maximum=0.999999, unread="opt_type=sgd")
-  adam_eps: float = key(1e-8, minimum=0.0, unread="opt_type=sgd")
+  adam_eps: float = key(1e-8, minimum=1e-15, unread="opt_type=sgd")
   adam_weight_decay: float = key(0.1, minimum=0.0, unread="opt_type=sgd")
   mu_dtype: str = key("float32", choices=("float32", "bfloat16"), unread="opt_type=sgd")
   sgd_momentum: float = key(0.0, minimum=0.0, maximum=0.999999, unread="opt_type=adamw|muon")

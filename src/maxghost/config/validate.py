@@ -140,8 +140,7 @@ def quantization(v: Values) -> Iterator[str]:
     return
   given = v["quantization"]
   if v.lora_rank:
-    below = f"lora_weight_qtype=int8 below {v['lora_rank']}"
-    yield f"{given} is for weights that are trained; use quantization='', and {below}"
+    yield f"{given} is for trained weights; use quantization='', and lora_weight_qtype=int8 below {v['lora_rank']}"
   terms = -(-v.vocab_size // (v.num_vocab_tiling if v.vocab_tiling_axis == "vocab" else 1))
   if v.quantization.startswith("int8") and terms > INT8_TERMS:
     least, room = -(-v.vocab_size // INT8_TERMS), f"int32 holds {INT8_TERMS} int8 products"
@@ -374,7 +373,8 @@ def rollouts(v: Values) -> Iterator[str]:
 def distillation(v: Values) -> Iterator[str]:
   kinds = {one.reference for one in plugins.objectives_of(v.objective, v.ghost_val_sets)} - {""}
   if len(kinds) > 1 and not v.offline_data_dir:
-    yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; use objectives with one"
+    way = "use objectives with one, or the teacher's logits (offline_data_dir)"
+    yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; {way}"
   if "teacher" not in kinds:
     for name in ("distill_teacher", "offline_data_dir"):
       if getattr(v, name):

@@ -64,6 +64,11 @@ def printable(text: str) -> str:
   return _UNPRINTABLE.sub("\ufffd", text)
 
 
+def first_line(error: BaseException) -> str:
+  """At most 200 characters of an error's first line, or its type where it says nothing."""
+  return str(error).partition("\n")[0][:200] or type(error).__name__
+
+
 @contextlib.contextmanager
 def naming(key: str, path: object) -> Iterator[None]:
   """Puts `key=path` before what is wrong with a path that a key gave. An empty key puts `path` into an OSError that

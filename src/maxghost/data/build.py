@@ -65,7 +65,7 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
   """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
   tokenizer = tokenizer or ByteTokenizer()
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
-  layout = Layout(cfg.max_target_length, max_segments(cfg), strategy, cfg.add_bos, cfg.add_eos)
+  layout = Layout(cfg.max_target_length, cfg.max_segments, strategy, cfg.add_bos, cfg.add_eos)
   batch_size = cfg.per_device_batch_size * num_shards if batch_size is None else batch_size
   batch_size //= 2 if records == "pairs" else 1  # rows of the data, each of which makes two of a batch
   if batch_size % num_shards:
@@ -169,13 +169,6 @@ def _listed(key: str, path: str, source: Source) -> np.ndarray:
     note = f"{said}: {lost:,} of its {len(hashes) + unknown:,} ids are those of no document of the data"
     source.notes = (*(old for old in source.notes if old != note), note)
   return hashes
-
-
-def max_segments(cfg: DataConfig) -> int:
-  """S, the most segments of a row."""
-  if cfg.packing == "none":
-    return 1
-  return cfg.max_segments_per_seq if cfg.max_segments_per_seq > 0 else max(1, min(32, cfg.max_target_length // 32))
 
 
 def _streams(cfg: DataConfig, units: Units, seed: int) -> tuple[list[Windows], list[float] | None]:

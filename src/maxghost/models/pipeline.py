@@ -223,7 +223,8 @@ class Pipe(NamedTuple):
       arriving = jax.tree.map(lambda y: jax.lax.ppermute(y, AXIS, ring(self.num_stages, step)), y)
       slot = (t - last) % slots
       new = jax.tree.map(lambda new, old: jnp.where(t >= last, new, old), arriving, _take(buffer, slot))
-      return (arriving, _put(buffer, new, slot), kept), None
+      put = lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, slot, 1)  # noqa: E731
+      return (arriving, jax.tree.map(put, buffer, new), kept), None
 
     start = _take(x, 0), x, kept  # while a stage waits it computes a copy of real rows, never anything infinite
     (_, buffer, kept), _ = jax.lax.scan(iteration, start, jnp.arange(turns + last))
@@ -295,10 +296,6 @@ class Pipe(NamedTuple):
 def _take(tree, micro):
   """[b, slots, ...] -> [b, ...]"""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, micro, 1, keepdims=False), tree)
-
-
-def _put(tree, new, micro):
-  return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, micro, 1), tree, new)
 
 
 def _starts(x, visit, micro) -> Sequence[Any]:

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxghost.config import Config, plugins
-from maxghost.data.build import max_segments
 from maxghost.data.packing import REFERENCE
 from maxghost.data.types import Batch
 from maxghost.models import autodiff
@@ -53,7 +52,7 @@ class PreferenceLoss(LanguageModelLoss):
     keys = cfg.optimizer
     return dataclasses.replace(
       super().of(cfg), algo=keys.dpo_algo, beta=keys.dpo_beta, label_smoothing=keys.dpo_label_smoothing,
-      orpo_lambda=keys.orpo_lambda, simpo_gamma=keys.simpo_gamma, num_slots=max_segments(cfg.data),
+      orpo_lambda=keys.orpo_lambda, simpo_gamma=keys.simpo_gamma, num_slots=cfg.data.max_segments,
       is_known=cfg.data.has_reference,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from maxghost.config import Config, ConfigError, ParallelConfig
+from maxghost.config.values import first_line
 from maxghost.parallel import rendezvous
 
 # Environment variables that say there are others unless they are 1 (of Open MPI, MPICH, torchrun), and by which JAX
@@ -68,7 +69,7 @@ def start(cfg: ParallelConfig) -> None:
     told = any(os.environ.get(name, "1") != "1" for name in TOLD)
     if told or given or cfg.jax_distributed == "on" or not isinstance(error, ValueError):  # else JAX has found no job
       where = f"{given.get('coordinator_address', 'the address that JAX detected')} within {timeout} s"
-      said = f"the processes of the run did not all meet at {where} ({type(error).__name__}: {_first_line(error)})"
+      said = f"the processes of the run did not all meet at {where} ({type(error).__name__}: {first_line(error)})"
       ways = "give jax_distributed=HOST:PORT,K/N to process K of N, the same address and N to all, or off to one alone"
       raise ConfigError(f"jax_distributed: {said}; {ways}") from error
 
@@ -170,7 +171,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def end_without_peers(error: BaseException, advice: str) -> None:
   """Reports that another process is lost and exits at once, since waiting for it would not end."""
-  said = f"another process of the run is lost ({_first_line(error)}); {advice}"
+  said = f"another process of the run is lost ({first_line(error)}); {advice}"
   print(f"maxghost: process {index()} of {count()}: {said}", file=sys.stderr)
   exit_at_once(1)
 
@@ -180,7 +181,3 @@ def exit_at_once(code: int) -> None:
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)
-
-
-def _first_line(error: BaseException) -> str:
-  return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -12,6 +12,7 @@ import os
 
 from maxghost.config import ConfigError
 from maxghost.config.files import read_table
+from maxghost.config.values import first_line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ def open_devices(topology: str, num_slices: int = 1) -> list:
       wrap=(*(size == 16 for size in shape), False) if len(shape) == 2 else tuple(size % 4 == 0 for size in shape),
     )  # fmt: skip
   except Exception as error:  # whatever libtpu says
-    first = str(error).partition("\n")[0][:200] or type(error).__name__
-    raise ConfigError(f"compile_topology={topology}: libtpu refuses it ({first}); try another topology") from error
+    said = f"libtpu refuses it ({first_line(error)}); try another topology"
+    raise ConfigError(f"compile_topology={topology}: {said}") from error
   return list(described.devices)
 
 

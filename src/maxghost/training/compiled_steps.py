@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 
 from maxghost.config import ConfigError, replace
-from maxghost.data.build import max_segments
 from maxghost.ghost.attach import Twin
 from maxghost.parallel import distributed, shardings
 from maxghost.training import outer, scoring
@@ -75,7 +74,7 @@ def train_step(plan: Plan) -> tuple[Callable, Twin | None]:
     batch = batch_shapes(cfg, plan.rows // plan.layout.apart, plan.layout)
   try:
     with shardings.tracing_for(plan.layout.platform):  # traces the twin with the kernels of these devices
-      sizes = {"num_segments": max_segments(cfg.data), "num_sets": max(len(val_batches), 1)}
+      sizes = {"num_segments": cfg.data.max_segments, "num_sets": max(len(val_batches), 1)}
       step, twin = step_lib.make_train_step(cfg, plan.graphdef, plan.inner, batch, **sizes)
   except ValueError as error:  # a parameter without a rule, a pattern that matches nothing
     raise ConfigError(str(error)) from error

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import maxghost
 from maxghost import config
 from maxghost.config.files import sealed, write_text
+from maxghost.config.values import first_line
 from maxghost.data import tokenizer_files
 from maxghost.data.build import parse_weights
 from maxghost.objectives import create
@@ -97,7 +98,7 @@ class Session:
     try:
       text = self._program.executable(program).call.as_text() or ""
     except jax.errors.JaxRuntimeError as error:  # some compilers cannot show their programs
-      return f"whose collectives cannot be listed: {str(error).splitlines()[0][:80]}"
+      return f"whose collectives cannot be listed: {first_line(error)}"
     first = collectives.first_between_processes(text, self._plan.layout.mesh)
     return f"whose first collective between processes is the {first}" if first else "which has no collectives"
 
