@@ -338,3 +338,16 @@ def test_files_that_may_not_grow_end_the_run_in_a_line(command, left_alone, kilo
   assert code == 0, err[-3000:]
   assert losses(command.folder / name.partition("=")[2]) == losses(command.folder / "alone")
   assert scores(command.folder / name.partition("=")[2]) == scores(command.folder / "alone")
+
+
+@pytest.mark.slow
+def test_virtual_devices_do_not_wait_for_each_other_forever(command):
+  """In XLA's default order four devices start more collectives of this step than XLA has threads, and none ends."""
+  flags = "--xla_force_host_platform_device_count=4 --xla_cpu_collective_call_terminate_timeout_seconds=20"
+  small = {"base_emb_dim": 20, "head_dim": 6, "base_mlp_dim": 28, "base_num_decoder_layers": 4, "vocab_size": 264,
+           "max_target_length": 48, "per_device_batch_size": 4, "dropout_rate": 0.0, "steps": 2}  # fmt: skip
+  mesh = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2, "sharding_tolerance": 1}
+  data = {"dataset_type": "synthetic", "ghost_val_sets": "words", "dataset_domain_bytes": 20000, "run_name": "four"}
+  keys = small | mesh | data | {"gradient_accumulation_steps": 2, "eval_interval": -1, "checkpoint_period": 0}
+  code, out, err = command.run(*(f"{key}={value}" for key, value in keys.items()), XLA_FLAGS=flags, NPROC="4")
+  assert code == 0, out + err

@@ -516,3 +516,12 @@ def test_the_way_out_of_too_few_devices_is_none_that_diloco_refuses(devices, sli
   ways = str(refused.value).partition("; use ")[2]
   assert not re.search("dcn_data_parallelism=-?1", ways) and "enable_diloco=false" in ways
   assert ("dcn_data_parallelism=3" in ways) == (devices == 3)
+
+
+def test_the_collectives_of_several_cpu_devices_are_compiled_in_an_order_that_ends(monkeypatch):
+  """`test_virtual_devices_do_not_wait_for_each_other_forever` has the run that does not end without it."""
+  for few in (False, True):
+    monkeypatch.setattr(jax.config, "read", lambda name, few=few: few)
+    assert "xla_cpu_scheduler_type" in devices.compiler_options("cpu", 2)
+    assert "xla_cpu_scheduler_type" not in devices.compiler_options("cpu")
+    assert devices.compiler_options("tpu", 4) == {}

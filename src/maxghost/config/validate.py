@@ -373,8 +373,7 @@ def rollouts(v: Values) -> Iterator[str]:
 def distillation(v: Values) -> Iterator[str]:
   kinds = {one.reference for one in plugins.objectives_of(v.objective, v.ghost_val_sets)} - {""}
   if len(kinds) > 1 and not v.offline_data_dir:
-    way = "use objectives with one, or the teacher's logits (offline_data_dir)"
-    yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; {way}"
+    yield f"{v['objective']} and {v['ghost_val_sets']} want several frozen models; use one, or offline_data_dir"
   if "teacher" not in kinds:
     for name in ("distill_teacher", "offline_data_dir"):
       if getattr(v, name):

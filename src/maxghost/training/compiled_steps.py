@@ -90,7 +90,7 @@ def build(plan: Plan) -> Program:
   def submit(name: str, begin: float, function: Callable, *arguments, **options) -> None:
     """Lowers in this thread, the only one that may trace, and compiles in the pool."""
     lowered = lower(name, function, layout, *arguments, **options)
-    futures[name] = pool.submit(_compile, name, lowered, time.perf_counter() - begin, layout.platform)
+    futures[name] = pool.submit(_compile, name, lowered, time.perf_counter() - begin, layout)
 
   begin = time.perf_counter()
   step, twin = train_step(plan)
@@ -125,7 +125,7 @@ def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,
     return jax.jit(function, **options).lower(*arguments)
 
 
-def _compile(name: str, lowered: jax.stages.Lowered, trace_seconds: float, platform: str) -> Executable:
+def _compile(name: str, lowered: jax.stages.Lowered, trace_seconds: float, layout: shardings.Layout) -> Executable:
   begin = time.perf_counter()
-  compiled = lowered.compile(compiler_options=compiler_options(platform))
+  compiled = lowered.compile(compiler_options=compiler_options(layout.platform, layout.num_devices))
   return Executable(name, compiled, trace_seconds, time.perf_counter() - begin)

@@ -21,16 +21,17 @@ def configure_jax(cfg: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", cfg.run.jax_cache_dir)
 
 
-def compiler_options(platform: str | None = None) -> dict[str, Any]:
+def compiler_options(platform: str | None = None, num_devices: int = 1) -> dict[str, Any]:
   """XLA's options for `lower().compile(...)` and `jax.jit` on a platform, by default JAX's default backend.
 
   On CPU most of a step's time is spent in matrix products, which are library calls, so LLVM's higher levels only make
   the compilation longer (default configuration, JAX 0.10.2: 15.7 s of CPU time instead of 9.4, with the same bits).
-  JAX's own setting jax_disable_most_optimizations lowers the level further and takes precedence.
+  JAX's own setting jax_disable_most_optimizations lowers the level further and takes precedence. Collectives hold a
+  thread until all their devices have come: of several that XLA's default order starts at once, some wait forever.
   """
-  if jax.config.read("jax_disable_most_optimizations"):
-    return {}
-  return {"xla_backend_optimization_level": 1} if (platform or jax.default_backend()) == "cpu" else {}
+  level = {} if jax.config.read("jax_disable_most_optimizations") else {"xla_backend_optimization_level": 1}
+  order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if num_devices > 1 else {}
+  return level | order if (platform or jax.default_backend()) == "cpu" else {}
 
 
 def open_layout(cfg: Config) -> Layout:
