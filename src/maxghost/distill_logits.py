@@ -98,7 +98,7 @@ def _open_teacher(cfg: Config, layout, teacher: tuple, top_k: int, num_rows: int
     found = objective.from_reference(nnx.merge(graphdef, params), batch)
     return {IDS: found[IDS]} | {name: found[name].astype(dtype) for name in (LOGITS, LOG_SUM)}
 
-  compiled = jax.jit(logits, compiler_options=devices.compiler_options())
+  compiled = jax.jit(logits, compiler_options=devices.compiler_options(layout))
 
   def look(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     with use(layout):

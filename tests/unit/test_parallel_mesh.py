@@ -518,10 +518,12 @@ def test_the_way_out_of_too_few_devices_is_none_that_diloco_refuses(devices, sli
   assert ("dcn_data_parallelism=3" in ways) == (devices == 3)
 
 
-def test_the_collectives_of_several_cpu_devices_are_compiled_in_an_order_that_ends(monkeypatch):
-  """`test_virtual_devices_do_not_wait_for_each_other_forever` has the run that does not end without it."""
+def test_programs_of_several_cpu_devices_are_compiled_with_few_collectives_at_once(monkeypatch):
+  """`test_virtual_devices_do_not_wait_for_each_other_forever` has a run that does not end without the option."""
+  several, one = (Layout.of(parallel(), jax.devices()[:count]) for count in (2, 1))
   for few in (False, True):
     monkeypatch.setattr(jax.config, "read", lambda name, few=few: few)
-    assert "xla_cpu_scheduler_type" in devices.compiler_options("cpu", 2)
-    assert "xla_cpu_scheduler_type" not in devices.compiler_options("cpu")
-    assert devices.compiler_options("tpu", 4) == {}
+    assert "xla_cpu_scheduler_type" in devices.compiler_options(several)
+    assert "xla_cpu_scheduler_type" not in devices.compiler_options(one)
+    assert devices.compiler_options() == devices.compiler_options(one)
+    assert devices.compiler_options(dataclasses.replace(several, abstract_platform="tpu")) == {}

@@ -45,12 +45,12 @@ def compile_step(plan: Plan, options: dict | None = None, folder: Path | None = 
   """Compiles the step; one that exceeds the device memory is returned with its `problem`. options: further compiler
   options. folder: keeps the TPU compiler's texts. Raises as `train_step`."""
   lowered = lower("train_step", train_step(plan)[0], plan.layout, *plan.arguments)
-  platform, num, begin = plan.layout.platform, plan.layout.num_devices, time.perf_counter()
+  begin = time.perf_counter()
   with _no_cache(), tempfile.TemporaryDirectory() if folder is None else contextlib.nullcontext(folder) as place:
     # XLA cannot always read back what libtpu compiled (`as_text`), so libtpu writes the text.
-    dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
+    dump = {"xla_dump_to": str(place), "xla_dump_hlo_as_text": True} if plan.layout.platform == "tpu" else {}
     try:
-      executable = lowered.compile(compiler_options=compiler_options(platform, num) | dump | (options or {}))
+      executable = lowered.compile(compiler_options=compiler_options(plan.layout) | dump | (options or {}))
     except Exception as error:  # XLA's own type, which differs between versions
       if "RESOURCE_EXHAUSTED" not in str(error) and "exceeds available HBM" not in str(error):
         raise

@@ -127,5 +127,5 @@ def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,
 
 def _compile(name: str, lowered: jax.stages.Lowered, trace_seconds: float, layout: shardings.Layout) -> Executable:
   begin = time.perf_counter()
-  compiled = lowered.compile(compiler_options=compiler_options(layout.platform, layout.num_devices))
+  compiled = lowered.compile(compiler_options=compiler_options(layout))
   return Executable(name, compiled, trace_seconds, time.perf_counter() - begin)

@@ -21,8 +21,8 @@ def configure_jax(cfg: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", cfg.run.jax_cache_dir)
 
 
-def compiler_options(platform: str | None = None, num_devices: int = 1) -> dict[str, Any]:
-  """XLA's options for `lower().compile(...)` and `jax.jit` on a platform, by default JAX's default backend.
+def compiler_options(layout: Layout | None = None) -> dict[str, Any]:
+  """XLA's options for `lower().compile(...)` and `jax.jit` of a program of a layout, by default of JAX's first device.
 
   On CPU most of a step's time is spent in matrix products, which are library calls, so LLVM's higher levels only make
   the compilation longer (default configuration, JAX 0.10.2: 15.7 s of CPU time instead of 9.4, with the same bits).
@@ -30,8 +30,8 @@ def compiler_options(platform: str | None = None, num_devices: int = 1) -> dict[
   thread until all their devices have come: of several that XLA's default order starts at once, some wait forever.
   """
   level = {} if jax.config.read("jax_disable_most_optimizations") else {"xla_backend_optimization_level": 1}
-  order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if num_devices > 1 else {}
-  return level | order if (platform or jax.default_backend()) == "cpu" else {}
+  order = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if layout and layout.num_devices > 1 else {}
+  return level | order if (layout.platform if layout else jax.default_backend()) == "cpu" else {}
 
 
 def open_layout(cfg: Config) -> Layout:

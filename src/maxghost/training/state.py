@@ -112,7 +112,7 @@ def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig
     return host_memory.put(cfg, nnx.state(create(cfg, teacher)))
 
   shardings = None if layout is None else layout.shardings(abstract)
-  return graphdef, jax.jit(init, compiler_options=compiler_options(), out_shardings=shardings)()
+  return graphdef, jax.jit(init, compiler_options=compiler_options(layout), out_shardings=shardings)()
 
 
 def abstract_split(cfg: Config, teacher: ModelConfig | None = None) -> Split:
