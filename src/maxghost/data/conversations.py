@@ -127,16 +127,16 @@ class Rendering:
   def prompt(self, question: str | Sequence[dict]) -> list[int]:
     """Ids of a question or of messages, up to where the assistant answers. Raises ValueError if the template fails."""
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-    if self.template is None:
-      turns = self._turns([*asked, {"role": "assistant", "content": ""}])
-      return self._joined(turns[:-1])[0].tolist()  # up to the space before the answer, without its end
+    if self.template is None:  # up to the space before the answer, without its end
+      return self._joined(self._turns([*asked, {"role": "assistant", "content": ""}])[:-1])[0].tolist()
     return self.tokenizer.encode_template(self.template.render(asked, prompt=True))[0].tolist()
 
   def end_ids(self) -> set[int]:
-    """The special tokens with which an answer ends. Raises ValueError."""
+    """The special tokens behind the text of an answer; those before it are no end. Raises ValueError."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ids, weights = self.encode(json.dumps({"messages": turns}).encode())
-    return {number for number in ids[weights > 0].tolist() if not self.tokenizer.piece(number)}
+    ids, weights = replace(self, completion_only=True).encode(json.dumps({"messages": turns}).encode())
+    answer, piece = ids[weights > 0].tolist(), self.tokenizer.piece
+    return {number for number in itertools.dropwhile(lambda n: b"b" not in piece(n), answer) if not piece(number)}
 
   def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)
