@@ -109,6 +109,9 @@ def test_special_tokens_before_the_text_of_an_answer_do_not_end_it():
   always = PLAIN.replace("{% if add_generation_prompt %}", "").replace("<assistant>' }}{% endif %}", "<s>assistant' }}")
   always = always.replace("{{ '<' + m['role'] + '>'", "{{ '<s>' + m['role']")  # as Llama 3 was published first
   assert made.tokenizer.eos_id in rendering(always).end_ids(), "whatever the template writes behind it"
+  thinking = rendering(PLAIN.replace("{{ '<assistant>' }}", "{{ '<assistant><think>' }}"))
+  assert thinking.end_ids() == {made.tokenizer.eos_id}, "DeepSeek R1's cannot be trained on, and yet asks"
+  assert thinking.tokenizer.decode(thinking.prompt("1+1?")).decode() == "<user>1+1?\n<assistant><think>"
 
 
 def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):

@@ -133,10 +133,11 @@ class Rendering:
 
   def end_ids(self) -> set[int]:
     """The special tokens behind the text of an answer; those before it are no end. Raises ValueError."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ids, weights = replace(self, completion_only=True).encode(json.dumps({"messages": turns}).encode())
-    answer, piece = ids[weights > 0].tolist(), self.tokenizer.piece
-    return {number for number in itertools.dropwhile(lambda n: b"b" not in piece(n), answer) if not piece(number)}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "maxghost"}]
+    if self.template is None:
+      return {*map(int, self._turns(turns)[-1][0])}
+    ids, places = self.tokenizer.encode_template(text := self.template.render(turns))
+    return {n for n in ids[places[:, 0] >= text.rfind("maxghost")].tolist() if not self.tokenizer.piece(n)}
 
   def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)
@@ -175,8 +176,7 @@ class Rendering:
   def _joined(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of the pieces, each tokenized alone, behind the begin token."""
     check_specials(self.tokenizer, self.add_bos, self.add_eos)
-    if self.add_bos:
-      pieces = [([self.tokenizer.bos_id or 0], False), *pieces]
+    pieces = [*[([self.tokenizer.bos_id or 0], False)] * self.add_bos, *pieces]
     ids = [self.tokenizer.encode([p.encode()])[0] if isinstance(p, str) else np.asarray(p) for p, _ in pieces]
     weights = np.repeat(np.array([trained for _, trained in pieces], np.float32), list(map(len, ids)))
     return np.concatenate(ids).astype(np.int32), weights
