@@ -93,10 +93,25 @@ def test_what_is_trained():
     answer = [*made.tokenizer.encode([b"two \xc3\xbc"])[0]]
     again = made.prompt([*TURNS[1:2], {"role": "assistant", "content": "two ü"}, {"role": "user", "content": "?"}])
     assert again[: first + len(answer)] == [*made.prompt("1+1?"), *answer], "an answer comes back as it was generated"
-    assert made.end_ids() == {made.tokenizer.eos_id}
+    assert made.end_ids() == dataclasses.replace(made, completion_only=False).end_ids() == {made.tokenizer.eos_id}
   assert encode(rendering(PLAIN), prompt="1+1=", completion="2") == ("^1+1=2$", "2$")
   assert encode(rendering(add_bos=False, add_eos=False), prompt="1+1=", completion="2")[1] == "2"
   assert rendering(PLAIN, completion_only=False).encode(json.dumps({"messages": TURNS}).encode())[1].all()
+
+
+def test_special_tokens_before_the_text_of_an_answer_do_not_end_it():
+  """gpt-oss begins an answer with `<|channel|>final<|message|>`, all behind the prompt `<|start|>assistant`."""
+  header = PLAIN.replace("m['content'] +", "('<s>final</s>' if m['role'] == 'assistant' else '') + m['content'] +")
+  made = rendering(header)
+  whole, trained = encode(made, messages=TURNS[:3])
+  assert (whole, trained) == ("<system>short é$\n<user>1+1?$\n<assistant>finaltwo ü$\n", "finaltwo ü$\n")
+  assert made.end_ids() == {made.tokenizer.eos_id}
+  always = PLAIN.replace("{% if add_generation_prompt %}", "").replace("<assistant>' }}{% endif %}", "<s>assistant' }}")
+  always = always.replace("{{ '<' + m['role'] + '>'", "{{ '<s>' + m['role']")  # as Llama 3 was published first
+  assert made.tokenizer.eos_id in rendering(always).end_ids(), "whatever the template writes behind it"
+  thinking = rendering(PLAIN.replace("{{ '<assistant>' }}", "{{ '<assistant><think>' }}"))
+  assert thinking.end_ids() == {made.tokenizer.eos_id}, "DeepSeek R1's cannot be trained on, and yet asks"
+  assert thinking.tokenizer.decode(thinking.prompt("1+1?")).decode() == "<user>1+1?\n<assistant><think>"
 
 
 def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):

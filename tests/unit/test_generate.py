@@ -188,6 +188,15 @@ def test_a_row_holds_back_half_characters_and_what_may_be_a_stop_text():
   assert row.take(list(b"soE"), last=False) + row.take([*b"soEN", 7], last=True) == "soEN"
 
 
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_stop_text_that_is_complete_first_counts_however_many_tokens_come_at_once(size):
+  """`serve` adds one at a time, `generate` eight."""
+  for stops, shown in ((["bcdef", "d"], "abc"), (["d", "bcdef"], "abc"), (["\ufffd"], "abcdefé")):
+    row, whole = Row(Letters(), {7}, stops), list("abcdefé".encode())
+    ends = [*range(size, len(whole), size), len(whole)]
+    assert "".join(row.take(whole[:end], last=end == len(whole)) for end in ends) == row.text == shown
+
+
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [

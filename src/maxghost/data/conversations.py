@@ -127,16 +127,17 @@ class Rendering:
   def prompt(self, question: str | Sequence[dict]) -> list[int]:
     """Ids of a question or of messages, up to where the assistant answers. Raises ValueError if the template fails."""
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-    if self.template is None:
-      turns = self._turns([*asked, {"role": "assistant", "content": ""}])
-      return self._joined(turns[:-1])[0].tolist()  # up to the space before the answer, without its end
+    if self.template is None:  # up to the space before the answer, without its end
+      return self._joined(self._turns([*asked, {"role": "assistant", "content": ""}])[:-1])[0].tolist()
     return self.tokenizer.encode_template(self.template.render(asked, prompt=True))[0].tolist()
 
   def end_ids(self) -> set[int]:
-    """The special tokens with which an answer ends. Raises ValueError."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ids, weights = self.encode(json.dumps({"messages": turns}).encode())
-    return {number for number in ids[weights > 0].tolist() if not self.tokenizer.piece(number)}
+    """The special tokens behind the text of an answer; those before it are no end. Raises ValueError."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "maxghost"}]
+    if self.template is None:
+      return {*map(int, self._turns(turns)[-1][0])}
+    ids, places = self.tokenizer.encode_template(text := self.template.render(turns))
+    return {n for n in ids[places[:, 0] >= text.rfind("maxghost")].tolist() if not self.tokenizer.piece(n)}
 
   def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)
@@ -175,8 +176,7 @@ class Rendering:
   def _joined(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of the pieces, each tokenized alone, behind the begin token."""
     check_specials(self.tokenizer, self.add_bos, self.add_eos)
-    if self.add_bos:
-      pieces = [([self.tokenizer.bos_id or 0], False), *pieces]
+    pieces = [*[([self.tokenizer.bos_id or 0], False)] * self.add_bos, *pieces]
     ids = [self.tokenizer.encode([p.encode()])[0] if isinstance(p, str) else np.asarray(p) for p, _ in pieces]
     weights = np.repeat(np.array([trained for _, trained in pieces], np.float32), list(map(len, ids)))
     return np.concatenate(ids).astype(np.int32), weights

@@ -50,7 +50,7 @@ class Piece:
 
 
 class Row:
-  """The growing text of a row behind the ids of its prompt; it ends at stop_ids, or before the first of stop_texts."""
+  """The growing text of a row behind the ids of its prompt; it ends at stop_ids or before the first whole stop text."""
 
   def __init__(self, tokenizer, stop_ids: Collection[int], stop_texts: Sequence[str], prompt: Sequence[int] = ()):
     self._tokenizer, self._stop_texts = tokenizer, tuple(stop_texts)
@@ -64,10 +64,10 @@ class Row:
       return ""
     self.num_tokens = len(ids)
     text = self._decode(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
-    if found := [place for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
-      text, self.ended = text[: min(found)], True
+    text = text if last else text.rstrip("\ufffd")
+    if found := [(place + len(stop), place) for stop in self._stop_texts if (place := text.find(stop)) >= 0]:
+      text, self.ended = text[: min(found)[1]], True
     elif not last:
-      text = text.rstrip("\ufffd")
       held = max(map(len, self._stop_texts), default=1) - 1  # may be the beginning of a stop text
       text = text[: max(len(text) - held, 0)]
     new, self.text = text[len(self.text) :], max(text, self.text, key=len)
