@@ -102,8 +102,7 @@ def main(argv: list[str] | None = None) -> int:
   """`maxghost VERB ...`: passes the remaining arguments to the verb's module."""
   arguments = list(sys.argv[1:] if argv is None else argv)
   if not arguments or arguments[0] in ("-h", "--help", "help"):
-    width = max(map(len, VERBS))
-    lines = (f"  {verb:<{width}}  {about}" for verb, (_, about) in VERBS.items())
+    lines = (f"  {verb:<{max(map(len, VERBS))}}  {about}" for verb, (_, about) in VERBS.items())
     print("usage: maxghost COMMAND [...]", "", *lines, sep="\n")
     print("\nmaxghost COMMAND --help explains a command; maxghost train --help lists every key; maxghost --version.")
     return 0 if arguments else ConfigError.exit_code
@@ -113,8 +112,7 @@ def main(argv: list[str] | None = None) -> int:
   verb, rest = arguments[0], arguments[1:]
   if verb not in VERBS:
     within = [f"; it is {outer} {verb}" for outer, inner in WITHIN.items() if verb in inner]
-    hint = (within or [did_you_mean(verb, VERBS, "there are")])[0]
-    raise ConfigError(f"unknown command '{verb}'{hint}")
+    raise ConfigError(f"unknown command '{verb}'{(within or [did_you_mean(verb, VERBS, 'there are')])[0]}")
   return import_module(VERBS[verb][0]).main(rest)
 
 

@@ -55,8 +55,7 @@ def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, ada
   place, cfg, adapter = model_path.with_base(place, cfg, adapter)
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   wanted = state.to_tree(state.abstract_arrays(layout.abstract(abstract) if layout else abstract))
-  tree = open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"]
-  return graphdef, state.from_tree(tree, abstract)
+  return graphdef, state.from_tree(open_parameters(place, cfg, {"model": wanted}, say, adapter)()["model"], abstract)
 
 
 def check_config(cfg: Config) -> ModelPlace:
@@ -101,7 +100,8 @@ def teacher(cfg: Config, offline: bool = False) -> tuple[ModelConfig, Callable] 
 
 def check_steps(place: ModelPlace, cfg: Config) -> None:
   """Raises ConfigError if a run cannot go on after the steps of `load_full_state_path`."""
-  given, every = cfg.checkpoint.load_full_state_path, cfg.ghost.ghost_val_every
+  given, keys = cfg.checkpoint.load_full_state_path, {"ghost_val_every": "validation gradient"}
+  keys |= {"num_iterations": "answers"} if cfg.samples else {}
   with naming("load_full_state_path", given):
     step = read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step
   said = f"load_full_state_path={given}"
@@ -109,9 +109,9 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
     raise LayoutError(f"{said} does not say how many steps it has taken; use load_parameters_path")
   if (first := int(step.read(None))) >= cfg.run.steps:
     raise ConfigError(f"{said} has taken {first} steps; use steps={2 * first}, or another above it")
-  if first % every:
-    said = f"ghost_val_every={every}: {said}"
-    raise ConfigError(f"{said} keeps no validation gradient of its {first} steps; use a divisor of {first}")
+  for key, what in keys.items():
+    if first % (every := cfg.flat()[key]):
+      raise ConfigError(f"{key}={every}: {said} keeps no {what} of its {first} steps; use a divisor of {first}")
 
 
 def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callable = print, adapter="") -> Callable:

@@ -40,8 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     live.serve(live.LiveServer(args.run_dir, args.port, args.documents, not args.no_texts, args.accept_lost_rows))
     return 0
   source = None if args.no_texts else Source(args.run_dir)
-  log = attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows)
-  summary = summarize(log, args.documents, source)
+  summary = summarize(attribution.load(args.run_dir, accept_lost_rows=args.accept_lost_rows), args.documents, source)
   path = args.output or args.run_dir / "report.html"
   output.write_output(path, html.render(summary))
   with output.console(pipe_width=None) as console:

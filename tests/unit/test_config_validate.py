@@ -60,6 +60,7 @@ def test_contradiction_is_named_with_the_fix(overrides, told):
     "ghost_direction=adam opt_type=sgd ghost_enabled=false",
     "ghost_val_fraction=0 ghost_enabled=false",
     "ghost_val_fraction=1 ghost_enabled=false",
+    "ghost_val_fraction=0 ghost_val_sets=exam=/data/exam.txt",
     "ghost_log_period=500 steps=3",
   ],
 )

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import pickle
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -160,6 +161,24 @@ def test_what_a_record_tells_its_template():
     encode(rendering(source), messages=TURNS, chat_template_kwargs=None)[0]
     == encode(rendering(PLAIN), messages=TURNS)[0]
   )
+
+
+def test_conversations_with_tools_have_a_template_of_their_own(tmp_path):
+  """As in transformers, where a tokenizer names a template `tool_use`."""
+  shutil.copy(Path(tokenizer_file()) / "tokenizer.json", tmp_path)
+  named = {"default": MARKED, "tool_use": "{{ tools | tojson }}" + MARKED}
+  settings = WORDS | {"chat_template": [{"name": name, "template": text} for name, text in named.items()]}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path)}
+  made = Rendering.of(dataclasses.replace(BASE, **keys), load_tokenizer(*keys.values()))
+  whole, trained = encode(made, messages=TURNS)
+  assert encode(made, messages=TURNS, tools=[{"a": 1}]) == ('[{"a": 1}]' + whole, trained)
+  write(tmp_path / "a.jsonl", sums(30))
+  files = (f"sums={tmp_path}/a.jsonl",)
+  before = dataset_of(BASE, **keys, dataset_files=files).train.state()["fingerprint"]
+  settings["chat_template"][1]["template"] = "{{ tools }}" + MARKED
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  assert dataset_of(BASE, **keys, dataset_files=files).train.state()["fingerprint"] != before
 
 
 def test_what_templates_may_use():
@@ -318,6 +337,40 @@ def test_worker_processes_make_the_same_batches(corpus):
     assert all((mine[name] == theirs[name]).all() for name in mine)
 
 
+@pytest.mark.parametrize("kind", ["sft", "margin"])
+def test_records_of_a_validation_set_stay_whole_where_text_is_cut(kind, tmp_path):
+  """A run on text that is cut at row ends; the template is that of the set alone, and a position depends on it."""
+  write(tmp_path / "web.jsonl", [{"text": f"text {n} " * 40} for n in range(20)])
+  pair = {"prompt": TURNS[1:2], "chosen": TURNS[2:3], "rejected": TURNS[4:5]}
+  write(tmp_path / "talks.jsonl", sums(9) if kind == "sft" else [pair] * 9)
+  (tmp_path / "chat.jinja").write_text(template := MARKED.replace("eos_token", "'$'"))
+  keys = {
+    "tokenizer_type": "huggingface", "tokenizer_path": tokenizer_file(), "add_bos": False, "add_eos": False,
+    "chat_template_path": f"{tmp_path}/chat.jinja", "dataset_files": (f"web={tmp_path}/web.jsonl",),
+    "ghost_val_sets": ("web", f"talks={tmp_path}/talks.jsonl@{kind}"),
+  }  # fmt: skip
+
+  def made(packing: str):
+    return data.load_dataset(dataclasses.replace(BASE, **keys, packing=packing), 3)
+
+  fitted, cut = made("first_fit"), made("concat_then_split")
+  for name, array in fitted.validation_batch(0, 4, "talks").arrays.items():
+    assert np.array_equal(cut.validation_batch(0, 4, "talks").arrays[name], array)
+  (tmp_path / "chat.jinja").write_text(template + "!")
+  assert made("concat_then_split").train.state()["fingerprint"] != cut.train.state()["fingerprint"]
+
+
+def test_files_of_one_name_in_one_domain_are_refused(tmp_path):
+  """Their documents would have the same ids."""
+  for folder in ("a", "b"):
+    (tmp_path / folder).mkdir()
+    write(tmp_path / folder / "x.jsonl", [record | {"domain": "sums"} for record in sums(9)])
+  with pytest.raises(ConfigError, match=r"2 sources of domain 'sums' are named 'x.jsonl' in the ids"):
+    dataset_of(BASE, dataset_files=tuple(f"{name}={tmp_path}/{name}/x.jsonl" for name in "ab"))
+  source = dataset_of(BASE, dataset_files=(f"all={tmp_path}/*/x.jsonl",)).source
+  assert len({source.document_id(n) for n in range(len(source))}) == 18
+
+
 def test_long_conversations(corpus, tmp_path):
   """Cut ones keep their beginning and are counted; one without any of its answers is refused, or left out."""
   long = [TURNS[1], {"role": "assistant", "content": "y" * 200}]
@@ -372,6 +425,7 @@ def test_bad_files_are_named_with_their_line(corpus, tmp_path):
   assert "line 2: it has no turn of the assistant" in said(good + json.dumps({"messages": TURNS[:2]}) + "\n")
   assert "line 2: it has no messages" in said(good + '{"text": "x"}\n')
   assert "line 2: not a line of JSON (maximum recursion depth" in said(good + "[" * 100_000 + "\n")
+  assert "line 2: maximum recursion depth" in said(good + json.dumps(sums(1)[0] | {"tools": "[" * 100_000}) + "\n")
   steering = json.dumps(sums(1)[0] | {"domain": "a\x1b[2J"})
   assert "line 2: the domain 'a\\x1b[2J' holds control characters" in said(good + steering + "\n")
   assert "x.jsonl has text" in said('{"text": "x"}\n')

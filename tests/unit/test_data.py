@@ -209,6 +209,15 @@ def test_held_out_documents_and_their_copies_are_not_trained_on():
     make(source, ghost_val_fraction=0.4, ghost_val_copies="error")
 
 
+def test_copies_that_are_found_only_as_the_data_is_read_end_the_run(monkeypatch):
+  monkeypatch.setattr("maxghost.data.dataset._COPY_CANDIDATES", 0)
+  texts = [b"text number %d, with some words" % n for n in range(30)]
+  source = data.DocumentList([Document(d, f"f{n}", 0, text) for d in "ab" for n, text in enumerate(texts)], ("a", "b"))
+  assert "looked for as it is read" in make(source).notes()[0] and next(make(source).train)
+  with pytest.raises(config.ConfigError, match=r"ghost_val_copies=error: \d+ or more training documents"):
+    next(make(source, ghost_val_copies="error").train)
+
+
 def test_several_validation_sets_are_held_out():
   source = some_documents([30] * 90)
   dataset = make(source, ghost_val_sets=("b", "one=a", "c"))

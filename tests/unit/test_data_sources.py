@@ -389,6 +389,14 @@ def test_a_file_that_is_one_json_array_is_named(tmp_path, records):
     data.load_dataset(cfg, records=records)
 
 
+def test_a_first_line_with_a_number_of_too_many_digits_is_named(tmp_path):
+  (tmp_path / "x.jsonl").write_bytes(b'{"text": "one", "n": %s}\n' % (b"9" * 5000) + jsonl(A))
+  keys = dict(dataset_type="text", dataset_files=(f"b={tmp_path}/x.jsonl",))
+  with pytest.raises(ConfigError, match=r"x.jsonl at byte 0, line 1: not a line of JSON"):
+    data.load_dataset(dataclasses.replace(BASE, **keys, ghost_val_fraction=0.9))
+  assert next(data.load_dataset(dataclasses.replace(BASE, **keys, on_corrupt="skip")).train).document_BS.any()
+
+
 def test_records_of_another_kind_are_named(tmp_path):
   (tmp_path / "alpaca.jsonl").write_text('{"instruction": "1+1", "output": "2"}\n' * 9)
   cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/alpaca.jsonl",))

@@ -133,6 +133,17 @@ def test_bad_pairs_are_refused_with_file_and_line(tmp_path, record, message):
     made.validation_batch(0, 4)
 
 
+@pytest.mark.parametrize("value", [10**400, -1e300, float("nan"), "-1", None])
+def test_a_log_probability_that_is_no_number_is_named(tmp_path, value):
+  records = [pair | {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2} for pair in pairs(20)]
+  records[2]["ref_rejected_logps"] = value
+  columns = ("prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps")
+  with pytest.raises(ConfigError, match=r"p.jsonl.*line 3: its ref_rejected_logps is .{1,60}, no finite number"):
+    made, _ = dataset(write(tmp_path / "p.jsonl", records), train_data_columns=columns)
+    made.notes()
+    made.validation_batch(0, 4)
+
+
 def test_a_response_that_is_cut_off_is_counted_and_said(tmp_path):
   records = pairs(20)
   records[4]["rejected"] = " x" * 90

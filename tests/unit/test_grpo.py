@@ -390,6 +390,14 @@ def test_a_run_that_was_stopped_samples_the_same_again(stop, whole):
   assert [*map(keep, metrics_of(whole, name))] == [*map(keep, metrics_of(whole))]
 
 
+def test_steps_that_end_between_two_on_the_same_answers_cannot_be_gone_on_from(whole, capsys):
+  assert start(whole, **STOPPED, run_name="odd", steps=3) == 0
+  given = whole / "runs/odd/checkpoints/3"
+  assert start(whole, **STOPPED, run_name="on", load_full_state_path=given) == 2
+  said = f"num_iterations=2: load_full_state_path={given} keeps no answers of its 3 steps; use a divisor of 3"
+  assert said in capsys.readouterr().err and not (whole / "runs/on").exists()
+
+
 def test_what_if(finished, capsys):
   log = attribution.load(finished / "runs/base")
   same = what_if.ask(log, f"reward={finished / 'own.py'}:ones")

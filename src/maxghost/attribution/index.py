@@ -76,8 +76,7 @@ class Shrunk:
 def _parted(sketch_NMR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """(norm [N, M] of each block, the blocks with norm 1), float32."""
   norm_NM = np.sqrt(np.square(sketch_NMR, dtype=np.float64).sum(-1))
-  unit_NMR = sketch_NMR / np.where(norm_NM > 0, norm_NM, 1)[..., None]
-  return norm_NM.astype(np.float32), unit_NMR.astype(np.float32)
+  return norm_NM.astype(np.float32), (sketch_NMR / np.where(norm_NM > 0, norm_NM, 1)[..., None]).astype(np.float32)
 
 
 class Whole(list[np.ndarray]):

@@ -192,5 +192,4 @@ def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
   if query.top is None and query.bottom is None:
     return order, len(order)
   top = min(query.top or 0, len(order))
-  bottom = min(query.bottom or 0, len(order) - top)
-  return np.concatenate([order[:top], order[len(order) - bottom :][::-1]]), top
+  return np.concatenate([order[:top], order[max(top, len(order) - (query.bottom or 0)) :][::-1]]), top

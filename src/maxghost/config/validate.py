@@ -411,7 +411,8 @@ def validation_sets(v: Values) -> Iterator[str]:
     yield f"{v['ghost_val_sets']} has a set without a name; write name=domain"
   for name in sorted({name for name in names if names.count(name) > 1}):
     yield f"{v['ghost_val_sets']} names '{name}' twice; give each set its own name"
-  if v.ghost_enabled and v.ghost_val_fraction in (0.0, 1.0):
+  of_domains = not given or not all(plugins.is_files(text.partition("=")[2]) for text, _ in given)
+  if v.ghost_enabled and of_domains and v.ghost_val_fraction in (0.0, 1.0):
     given = v["ghost_val_fraction"]
     lacking = "validation documents to score against" if v.ghost_val_fraction == 0.0 else "documents of it to train on"
     without = "" if v.ghost_select != "none" or v.ghost_reweight else ", or ghost_enabled=false"  # which these need

@@ -136,8 +136,7 @@ def _no_defect(error: Exception) -> tuple[str, int] | None:
     return "a path holds a NUL character", ConfigError.exit_code
   if asked and traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py"):
     fix = "unset it, or install what this device needs: pip install '.[gpu]' or '.[tpu]'"
-    line = f"JAX_PLATFORMS={asked}: JAX finds no such device here{said and f' ({said})'}; {fix}"
-    return line, ConfigError.exit_code
+    return f"JAX_PLATFORMS={asked}: JAX finds no such device here{said and f' ({said})'}; {fix}", ConfigError.exit_code
   return None
 
 

@@ -145,11 +145,12 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
     more = ", or list more in dataset_include_file" * bool(cfg.dataset_include_file)
     said = "there is nothing to train on: every document is held out for validation or excluded"
     raise ConfigError(f"{said}; use a smaller ghost_val_fraction or more data{more}")
-  contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), bool(sizes) and cfg.ghost_val_copies != "keep")
+  contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), cfg.ghost_val_copies if sizes else "keep")
   parts = []
   for one, split, kind in splits:
     make = PreparedUnits if isinstance(one, PreparedSource) else units_of(cfg, tokenizer, kind)
-    parts.append(make(one, split, tokenizer, layout, cfg.on_corrupt, *contents))
+    own = layout if kind == "text" else dataclasses.replace(layout, strategy=FIRST_FIT)  # records are never split
+    parts.append(make(one, split, tokenizer, own, cfg.on_corrupt, *contents))
   return parts
 
 
@@ -234,7 +235,8 @@ def _identity(cfg: DataConfig, seed: int, batch_size: int, parts: list[Units]) -
   mixture = (cfg.mixture, tuple(text.removesuffix("x") for text in cfg.dataset_mixture))
   sources = (parts[0].tokenizer.fingerprint, *(part.source.fingerprint for part in parts))
   excluded, included = parts[0].split.excluded.tolist(), parts[0].split.included
-  settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded, *parts[0].settings)
+  made_by = dict.fromkeys(text for part in parts for text in part.settings)
+  settings = (*rows, *windows, *held_out, *mixture, cfg.on_corrupt, *sources, *excluded, *made_by)
   settings += () if included is None else ("include", *included.tolist())
   files = {name: value for part in parts for name, value in part.source.files.items()}
   kept = files if len(files) <= _MOST_FILES_IN_A_STATE else {}

@@ -33,6 +33,7 @@ class Template:
   name: str  # where the text `source` is from
   source: str
   words: tuple[tuple[str, str], ...] = ()  # the special tokens that templates know by name, (name, token)
+  with_tools: str = ""  # in place of `source` for conversations that have tools, where there is one
 
   def render(self, messages: Sequence[dict], tools: Any = None, *, prompt: bool = False) -> str:
     """The text of a conversation. prompt: with the beginning of the assistant's answer."""
@@ -94,10 +95,11 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
   folder, key = tokenizer.path.parent if tokenizer.path else Path(), "chat_template_path" if path else ""
   settings, said = folder / SETTINGS, read_settings(folder / SETTINGS) if tokenizer.path else {}
   words = tuple((name, said[name]) for name in SPECIAL_WORDS if said.get(name))
-  own = said.get("chat_template") or ""
+  own, with_tools = said.get("chat_template") or "", ""
   if isinstance(own, list):  # several, by name
-    own = next((one.get("template") for one in own if isinstance(one, dict) and one.get("name") == "default"), "")
-  if not isinstance(own, str):
+    named = {str(one.get("name")): one.get("template") for one in own if isinstance(one, dict)}
+    own, with_tools = named.get("default", ""), named.get("tool_use", "")
+  if not isinstance(own, str) or not isinstance(with_tools, str):
     raise ConfigError(f"{settings} is damaged: its chat_template is no text")
   if not path and tokenizer.path and (folder / TEMPLATE).is_file():
     path = str(folder / TEMPLATE)
@@ -109,7 +111,7 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
     except (OSError, UnicodeDecodeError) as error:
       raise ConfigError(f"chat template {Path(path)} cannot be read: {error}") from error
     _compiled(path or str(settings), source)
-  return Template(path or str(settings), source, words)
+  return Template(path or str(settings), source, words, "" if path else with_tools)
 
 
 @functools.lru_cache(8)

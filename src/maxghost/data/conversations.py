@@ -8,7 +8,6 @@ messages) with the `prompt` of both; without one, it is the messages that both b
 import functools
 import itertools
 import json
-import math
 import operator
 import re
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from maxghost.config import ConfigError, DataConfig, did_you_mean
 from maxghost.config.plugins import REFERENCE_COLUMNS
 from maxghost.data import chat
 from maxghost.data.packing import Encoded, token_dtype
+from maxghost.data.rewards import LARGEST
 from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials
 from maxghost.data.windows import Units, concatenated
 
@@ -113,8 +113,9 @@ class Rendering:
     found = read(text)
     if found.plain:
       ids, weights = self._joined(self._plain(*found.plain))
-    elif self.template:
-      ids, weights = self._templated(replace(self.template, words=self.template.words + found.words), found)
+    elif template := self.template:
+      source = template.source if found.tools is None else template.with_tools or template.source
+      ids, weights = self._templated(replace(template, source=source, words=template.words + found.words), found)
     elif name := "tools" * bool(found.tools) or "chat_template_kwargs" * bool(found.words):
       raise ValueError(f"it has {name}, which need a chat template; give chat_template_path")
     else:
@@ -192,7 +193,7 @@ class ConversationUnits(Units):
     """A line `role: content` for each message, or the plain texts."""
     try:
       found = read(text)
-    except ValueError:
+    except (ValueError, RecursionError):
       return text
     lines = [f"{m['role']}: {m.get('content') or json.dumps(m.get('tool_calls'))}" for m in found.messages]
     return "".join(found.plain or "\n".join(lines)).encode()
@@ -203,8 +204,9 @@ class ConversationUnits(Units):
 
   @property
   def settings(self) -> tuple[str, ...]:
-    made = self.rendering
-    return (str(made.completion_only), *((made.template.source, repr(made.template.words)) if made.template else ()))
+    made = self.rendering.template
+    own = (made.source, repr(made.words), made.with_tools) if made else ()
+    return (str(self.rendering.completion_only), *filter(None, own))
 
   def tokenized(self, documents: np.ndarray, texts: list[bytes], counts: dict[str, int]) -> Encoded:
     """As `Units.tokenized`; cut: those that lose a part of what is trained, spelled: plain ones with special tokens."""
@@ -217,7 +219,7 @@ class ConversationUnits(Units):
           raise ValueError(f"its first answer begins behind max_target_length={most - 1}; use a longer row")
       except ConfigError:
         raise
-      except ValueError as error:
+      except (ValueError, RecursionError) as error:
         if self.on_corrupt == "error":
           raise ConfigError(f"{self.source.place(index)}: {error}; or use on_corrupt=skip") from error
         for name, change in (("corrupt", 1), ("documents", -1), ("bytes", -len(text))):
@@ -272,8 +274,8 @@ class PairUnits(ConversationUnits):
       first = min(int(weight.argmax()) for _, weight in found)
       found = [(ids, (np.arange(len(ids)) >= first).astype(np.float32)) for ids, _ in found]
     for name, (ids, _) in zip(REFERENCE_COLUMNS, found, strict=True) if self.has_reference else ():
-      if not isinstance(value := record.get(name), int | float) or not math.isfinite(value):
-        raise ValueError(f"its {name} is {value!r}, no finite number")
+      if not isinstance(value := record.get(name), int | float) or not abs(value) <= LARGEST:
+        raise ValueError(f"its {name} is {value!r:.60}, no finite number")
       if len(ids) > most:
         raise ValueError(f"its {name} is of the whole response, which max_target_length={most - 1} cuts")
     for name, (_, weight) in zip(SIDES, found, strict=True):

@@ -81,7 +81,7 @@ class Dataset:
     if len(self.source) > MANY_DOCUMENTS:
       return sum(entry.documents - (entry.held_out or 0) for entry in self.summary()[: len(self.source.domains)])
     kept = sum(int((~self.parts[0].split.left_out(indices)).sum()) for indices in scan(len(self.source)))
-    return kept - len(self.copies or ()) * self.parts[0].drops_copies
+    return kept - len(self.copies or ()) * (self.parts[0].on_copies != "keep")
 
   @functools.cache  # noqa: B019 - one dataset per run
   def summary(self) -> tuple[DomainSummary, ...]:
@@ -115,7 +115,7 @@ class Dataset:
       return lines
     names = listed([self.document_id(index).shown for index in found], 3)
     plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
-    fate = "left out" if self.parts[0].drops_copies else "kept, as ghost_val_copies=keep asks"
+    fate = "left out" if self.parts[0].on_copies != "keep" else "kept, as ghost_val_copies=keep asks"
     return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
@@ -133,13 +133,12 @@ class Dataset:
     """The packed rows of a validation domain; `validation_batch` repeats after them."""
     if domain is None:
       return self.validation_rows(self.val_domain)
-    domains = [name for part in self.parts for name in part.source.domains]
-    check_known("validation_batch", [domain], domains, "the data")
+    check_known("validation_batch", [domain], [name for part in self.parts for name in part.source.domains], "the data")
     number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)
     encoded = part.encode_documents(part.split.pool(domain, POOL_DOCUMENTS))
     name = text_hash(domain)
     order = lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)  # noqa: E731
-    rows = packing.pack(encoded, self.layout, order)
+    rows = packing.pack(encoded, part.layout, order)
     if not len(rows):
       said = f"validation domain '{domain}' has no held-out documents"
       raise ConfigError(f"{said}; those of '{self.val_domain}' are held out")

@@ -192,7 +192,7 @@ class PreparedUnits(Units):
     blocks = [(first, stop, *read) for first, stop, read in blocks if read is not None]
     documents = concatenated([np.arange(first, stop) for first, stop, *_ in blocks])
     keep = ~self.split.left_out(documents)
-    if self.drops_copies:
+    if self.on_copies != "keep":
       copies = keep & np.isin(source.content_hashes(documents), self.hashes)
       counts["copies"] = int(copies.sum())
       keep &= ~copies

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from maxghost.config.values import ConfigError
 from maxghost.data.hashing import GOLDEN, combine, content_hashes, permutation, shuffled_index, text_hash
 from maxghost.data.packing import Encoded, Layout, Rows, pack, token_dtype
 from maxghost.data.sources.base import Source, read_or_skip
@@ -36,7 +37,7 @@ class Units:
   on_corrupt: str
   hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # sorted, of all held-out texts
   sizes: frozenset[int] = frozenset()  # of the held-out texts in bytes
-  drops_copies: bool = False  # whether documents with these texts are not trained on
+  on_copies: str = "keep"  # of these texts in the training data: drop, keep or error
   shown = staticmethod(bytes)  # a document's text as a reader sees it
   settings: ClassVar[tuple[str, ...]] = ()  # what the tokens depend on besides source, tokenizer and layout
   examined: ClassVar[Mapping[str, int]] = {}  # counts of what was read before the training
@@ -47,8 +48,7 @@ class Units:
 
   def units_of(self, domain: int) -> np.ndarray | range:
     """Numbers of a domain's units; a range where they are consecutive."""
-    found = [indices[self.source.domain_numbers(indices) == domain] for indices in scan(len(self.source))]
-    indices = np.concatenate(found) if found else np.empty(0, np.int64)
+    indices = concatenated([some[self.source.domain_numbers(some) == domain] for some in scan(len(self.source))])
     if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
       return range(int(indices[0]), int(indices[-1]) + 1)
     return indices
@@ -62,7 +62,7 @@ class Units:
 
   def encode(self, units: np.ndarray) -> tuple[Encoded, dict[str, int]]:
     """Training documents of the units (held-out ones left out), and counts of what was read."""
-    return self._encode(units[~self.split.left_out(units)], self.drops_copies)
+    return self._encode(units[~self.split.left_out(units)], self.on_copies != "keep")
 
   def encode_documents(self, indices: np.ndarray) -> Encoded:
     """Documents by number, held out or not."""
@@ -194,6 +194,9 @@ class Windows:
     first = window * self._units_per_window
     place = np.arange(first, min(first + self._units_per_window, self._num_units(lane)))
     encoded, counts = self.units.encode(self._order.units(epoch, place * self.num_lanes + lane))
+    if counts["copies"] and self.units.on_copies == "error":
+      said = f"{counts['copies']} or more training documents are byte-identical copies of held-out text"
+      raise ConfigError(f"ghost_val_copies=error: {said}; find them with: python -m maxghost.data duplicates")
     seeds = (text_hash("window", self.name), self.seed, lane, epoch, window)
     rows = pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
     return rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())}

@@ -50,8 +50,7 @@ def import_model(
     raise LayoutError(f"{source} is no Hugging Face model folder: it has no {huggingface.CONFIG_JSON}")
   cfg = config.replace(huggingface.configuration(content, str(origin), tensors), scan_layers=scan_layers)
   model_path.tokenizer_keys(source, cfg.model.vocab_size)  # a wrong one is named before anything is written
-  raw = huggingface.tree_of(tensors, cfg.model, source)
-  checkpoint = read_checkpoint(raw)
+  checkpoint = read_checkpoint(huggingface.tree_of(tensors, cfg.model, source))
   plan = make_plan(checkpoint, Target.of(cfg.model))
   say(f"source {source}: {cfg.model.decoder_block}, {checkpoint.num_params():,} parameters, {cfg.model.weight_dtype}")
   with written(checkpoint, plan, target, has_level=True, params_only=True, ram_bytes=ram_bytes) as temporary:

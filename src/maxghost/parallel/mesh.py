@@ -45,8 +45,7 @@ def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bo
     rest, left = divmod(total, product // size)
     fits = [n for n in (divisors(rest) if filled else [rest]) if n > 1 or not apart or axis != "data"]
     if size > 1 and not left and fits:
-      near = min(fits, key=lambda n: (abs(n - size), n))
-      ways.append(f"{group}_{axis}_parallelism={near}")
+      ways.append(f"{group}_{axis}_parallelism={min(fits, key=lambda n: (abs(n - size), n))}")
   largest = max((axis for axis in given if axis != "stage"), key=lambda axis: given[axis])  # stages need a number
   if not filled and not (apart and largest == "data") and total % (product // given[largest]) == 0:
     ways.append(f"{group}_{largest}_parallelism=-1, which takes what is left")

@@ -110,8 +110,7 @@ def build(plan: Plan) -> Program:
   for name, (function, arguments, out) in (outer.Outer(apart).programs() if apart else {}).items():
     submit(name, time.perf_counter(), function, *arguments, out_shardings=out)
   pool.shutdown(wait=False)
-  scored = {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {}
-  return Program(futures, scored, apart)
+  return Program(futures, {p.label: math.prod((*p.stack_shape, *p.shape)) for p in twin.scored} if twin else {}, apart)
 
 
 def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,

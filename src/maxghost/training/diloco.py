@@ -173,8 +173,7 @@ def of_slices(tree: Any) -> Any:
     said = distributed.gather([{start: x.tolist() for start, x in shards.items()} for shards in own])
     merged = [{int(start): x for one in said for start, x in one[i].items()} for i in range(len(leaves))]
     own = [{start: np.asarray(x, like.dtype) for start, x in m.items()} for m, like in zip(merged, leaves, strict=True)]
-  whole = [np.concatenate([shards[start] for start in sorted(shards)]) for shards in own]
-  return jax.tree.unflatten(structure, whole)
+  return jax.tree.unflatten(structure, [np.concatenate([shards[start] for start in sorted(shards)]) for shards in own])
 
 
 def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:

@@ -214,8 +214,7 @@ class TrainingLoop:
     num_steps = self._cfg.run.steps
     if not self._validation.has_open_account(num_steps):
       return
-    if (closing := self._closing) is None:
-      closing = self._program.function("closing")(self._state, self._validation.batches(num_steps - 1))
+    closing = self._closing or self._program.function("closing")(self._state, self._validation.batches(num_steps - 1))
     closing.pop("turned", None)
     closing = self._close_step(num_steps, closing)
     if self._sinks.scores:

@@ -389,8 +389,7 @@ class Step:
     differentiated = self._attention(LIVE_HEADS, " and their cotangents")
     if not (self.walks_back and self.model.segment_lengths):
       return [hidden, feed_forward, *differentiated]
-    turns = [hidden, feed_forward, *self._attention(LIVE_HEADS // 2, "")], [hidden, *differentiated]
-    return max(turns, key=num_bytes)
+    return max([hidden, feed_forward, *self._attention(LIVE_HEADS // 2, "")], [hidden, *differentiated], key=num_bytes)
 
   def _attention(self, count: int, and_cotangents: str) -> list[Tensor]:
     n = self.inner_tokens

@@ -96,9 +96,8 @@ class Outer:
       programs["outer_losses"] = functools.partial(self.losses), (self._state, val_batches), None
     for kind in (SEND, MERGE, SYNC) if self.slices.late else (SYNC,):
       for fragment in range(self._parallel.num_diloco_fragments):
-        function = functools.partial(self.move, kind, fragment)
-        given = () if kind == SEND else gradients
-        programs[f"{OUTER_STEP}_{kind}_{fragment}"] = function, (self._state, given), None
+        arguments = self._state, () if kind == SEND else gradients
+        programs[f"{OUTER_STEP}_{kind}_{fragment}"] = functools.partial(self.move, kind, fragment), arguments, None
     return programs
 
   def gradients(self, whole: nnx.State, val_batches: tuple):

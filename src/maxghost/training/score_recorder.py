@@ -80,11 +80,9 @@ def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.
 
 def module_contributions(by_document: Mapping, scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int) -> dict:
   """Sums [L, B, S, K] over the scored documents of each domain: {label: f32[L, D, K]}, nats."""
-  sums = {}
-  for label, value_LBSK in by_document.items():
-    value_LNK = value_LBSK[:, scored_BS]
-    sums[label] = np.stack([value_LNK[:, domain_N == d].sum(1) for d in range(num_domains)], axis=1)
-  return sums
+  parts = [domain_N == d for d in range(num_domains)]
+  scored = {label: value_LBSK[:, scored_BS] for label, value_LBSK in by_document.items()}
+  return {label: np.stack([value_LNK[:, part].sum(1) for part in parts], axis=1) for label, value_LNK in scored.items()}
 
 
 def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:

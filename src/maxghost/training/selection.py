@@ -58,8 +58,7 @@ def _greedy(value_B, has_tokens_B, k: int, pair_BB):
 
   def add(_, carry):
     chosen, gain = carry
-    open_gain = jnp.where(has_tokens_B, gain, jnp.finfo(gain.dtype).min)
-    best = jnp.argmax(jnp.where(chosen, -jnp.inf, open_gain))
+    best = jnp.argmax(jnp.where(chosen, -jnp.inf, jnp.where(has_tokens_B, gain, jnp.finfo(gain.dtype).min)))
     return chosen.at[best].set(True), gain - pair_BB[best]
 
   return jax.lax.fori_loop(0, k, add, (jnp.zeros(value_B.shape, bool), gain))[0]

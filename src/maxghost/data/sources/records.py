@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,10 @@ class RecordSource(Source):
   def __init__(self, shards: Sequence[Shard], cfg: DataConfig, notes: Sequence[str] = (),
                index: tuple[np.ndarray, np.ndarray] | None = None):  # fmt: skip
     self.domains, self.notes = tuple(dict.fromkeys(shard.domain for shard in shards)), tuple(notes)
+    (domain, name), count = Counter((shard.domain, shard.name) for shard in shards).most_common(1)[0]
+    if count > 1:
+      said = f"dataset_files: {count} sources of domain '{domain}' are named '{name}' in the ids of their documents"
+      raise ConfigError(f"{said}; give each another domain or name, or files of one name one pattern")
     self.files = {f"{shard.domain}/{shard.name}": shard.fingerprint for shard in shards}
     self.fingerprint = f"{text_hash(*itertools.chain(*self.files.items())):016x}"
     self._shards, self._cfg, self._index = shards, cfg, index

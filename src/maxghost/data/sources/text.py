@@ -157,11 +157,13 @@ def _index_text(opened: Opened, path: str, kind: str, columns: tuple[str, ...]) 
     kept[line] = bool(view[starts[line] : stops[line]].tobytes().strip())
   starts, sizes = starts[kept], sizes[kept]
   if len(starts):
-    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):  # named when it is read
+    try:
       record = json.loads(view[starts[0] : starts[0] + sizes[0]].tobytes())
-      if not isinstance(record, dict):
-        raise ConfigError(f"{_place(opened, path, kind, starts[0])}: no JSON object; write one per line")
-      base.columns_of(columns, tuple(record), path)
+    except (ValueError, RecursionError):  # named when it is read
+      return starts, sizes
+    if not isinstance(record, dict):
+      raise ConfigError(f"{_place(opened, path, kind, starts[0])}: no JSON object; write one per line")
+    base.columns_of(columns, tuple(record), path)
   return starts, sizes
 
 
