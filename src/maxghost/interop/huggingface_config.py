@@ -93,8 +93,7 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
       read.problem(f"{name}={shown(value)} is not known here; known is {' or '.join(map(shown, allowed))}")
   if family.learned_positions:
     keys["max_target_length"] = min(256, keys["trainable_position_size"] or 1)
-  if keys.get("rope_type") != "none":
-    keys |= _rotary(read, rope)
+  keys |= _rotary(read, rope) if keys.get("rope_type") != "none" else {}
   if read.problems:
     raise LayoutError(*read.problems)
   if keys["base_num_decoder_layers"] * keys.get("num_experts", 1) > _MOST_PARTS:
