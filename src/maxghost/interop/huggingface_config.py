@@ -31,7 +31,7 @@ _HOW_COMPUTED = frozenset({
   "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "quantization",
   "quantize_kvcache", "attention", "scan_layers", "remat_policy", "segment_lengths", "offload_to_host",
   "z_loss_multiplier", "num_vocab_tiling", "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight",
-  "sparse_matmul",
+  "sparse_matmul", "use_qk_clip", "qk_clip_threshold",
 })  # fmt: skip
 _SCALING = {
   "llama3.1": {*_LLAMA3, "original_max_position_embeddings"},
@@ -265,8 +265,7 @@ def _function_keys(model: ModelConfig) -> dict[str, Any]:
   """The keys that make the model's function; what its other keys leave without effect is not among them."""
   keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
   unread = _HOW_COMPUTED | (set().union(*_SCALING.values()) - _SCALING.get(model.rope_type, set()))
-  if model.rope_type == "none":
-    unread |= {"rope_max_timescale"}
+  unread |= {"rope_max_timescale"} if model.rope_type == "none" else set()
   if model.num_experts > 1:
     keys["base_moe_mlp_dim"] = model.feed_forward_width
     unread |= {"base_mlp_dim"}

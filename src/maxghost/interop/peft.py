@@ -224,8 +224,7 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
 
 
 def stack(found: Mapping[Leaf, Mapping[Any, np.ndarray]], model: ModelConfig, origin: Path) -> dict[str, np.ndarray]:
-  """{label: array} of arrays by leaf and expert, by the labels of this model. Raises LayoutError where some layers of a
-  stack, or some experts, have no adapter."""
+  """{label in this model: array} of arrays by leaf and expert. Raises LayoutError where some of a stack are missing."""
   held: dict[str, list[np.ndarray]] = {}
   cycle, depth = model.inhomogeneous_layer_cycle_interval, model.base_num_decoder_layers
   for (path, layer), experts in sorted(found.items(), key=lambda item: item[0][1] or 0):
