@@ -279,6 +279,17 @@ def test_a_config_json_of_another_function_is_refused(llama, changes, message):
     open_tree(llama)
 
 
+def test_a_gpt_oss_without_sliding_layers_has_a_window_all_the_same(tmp_path):
+  """transformers forms a mask with it for any gpt-oss, and stops where config.json has none."""
+  shutil.copytree(hf_models.FOLDER / "gpt_oss", tmp_path / "hf")
+  layers = json.loads((tmp_path / "hf" / "config.json").read_text())["num_hidden_layers"]
+  edit_config(tmp_path / "hf", layer_types=["full_attention"] * layers)
+  hf_checkpoint.export_model(tmp_path / "hf", tmp_path / "out", say=silent)
+  content = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert content["sliding_window"] == 128 and content["layer_types"] == ["full_attention"] * layers
+  assert model_path.find(tmp_path / "out").config.model.attention_type == ("global",)
+
+
 def test_a_window_that_begins_at_a_huge_layer_begins_nowhere():
   content = json.loads((hf_models.FOLDER / "qwen3" / "config.json").read_text())
   content |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 10**12}

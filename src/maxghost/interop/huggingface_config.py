@@ -239,13 +239,13 @@ def _write_window(model: ModelConfig, family: Family) -> dict[str, Any]:
     return {}
   types, cycle = model.attention_type, model.inhomogeneous_layer_cycle_interval
   slides = "local_sliding" in types
-  content: dict[str, Any] = {"sliding_window": model.sliding_window_size if slides else None}
+  unused = 128 if sliding == "alternate" else None  # gpt-oss of transformers forms a mask with a window in any case
+  content: dict[str, Any] = {"sliding_window": model.sliding_window_size if slides else unused}
   if sliding == "late":
     content |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else num_layers}
-  if family.huggingface.layer_types:
-    names = {ours: name for name, ours in _LAYER_TYPES.items()}
-    content["layer_types"] = [names[types[i % cycle % len(types)]] for i in range(num_layers)]
-  return content
+  names = {ours: name for name, ours in _LAYER_TYPES.items()}
+  layers = [names[types[i % cycle % len(types)]] for i in range(num_layers)]
+  return content | ({"layer_types": layers} if family.huggingface.layer_types else {})
 
 
 def _write_rotary(model: ModelConfig) -> dict[str, Any]:
