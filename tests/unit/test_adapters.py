@@ -307,6 +307,15 @@ def test_layers_without_adapters_are_refused(changes, text):
     adapters.create_abstract(cfg)
 
 
+@pytest.mark.parametrize("axes", ["btd,dh->bh", "btd,dh->bt", "...d,dh->...h", "btd,hd->bth"])
+def test_an_einsum_that_is_no_product_with_a_matrix_takes_no_adapter(axes):
+  """Nor one that also sums over other axes, which an adapter's products do not."""
+  shape = (5, 3) if "dh" in axes else (3, 5)
+  layer = nnx.Dict(only=nnx.Einsum(axes, shape, rngs=nnx.Rngs(0)))
+  with pytest.raises(ConfigError, match=re.escape(f"Einsum '{axes}' takes no adapter")):
+    adapters.attach(layer, config.load("lora_rank=2").adapter)
+
+
 def test_the_router_and_experts_are_adapted_only_by_name():
   model = adapters.create_abstract(tiny.make_config(**(LORA | routed.MIXTRAL)))
   assert not [k for k in _params(model) if "lora" in k and "self_attention" not in k]

@@ -28,6 +28,7 @@ KEYS = (
   "base_num_decoder_layers=2", "max_target_length=32", "per_device_batch_size=4",
   "dataset_type=synthetic", "ghost_val_sets=words", "eval_interval=-1", "run_name=run", "enable_tensorboard=false",
 )  # fmt: skip
+UNSTACKED = "scan_layers=false"
 LORA = ("lora_rank=3", "lora_alpha=5", "adam_weight_decay=0", "lora_dropout=0.2", "ghost_direction=path")
 
 
@@ -188,6 +189,32 @@ def test_a_run_with_adapters_is_a_teacher_with_them(runs):
     graphdef, merged = load_model.load(*load_model.find(run))
     np.testing.assert_array_equal(nnx.merge(graphdef, merged)(tokens), found[-1])
   assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+def test_adapters_of_layers_that_are_not_stacked(runs, tmp_path):
+  """They come from a run in either form, may be on some layers only, and go through a folder of PEFT."""
+  folder, _ = runs
+  keys = keys_of(tmp_path, folder / "base" / "run")
+  whole = f"lora_restore_path={folder / 'whole' / 'run'}"
+  stacked, apart = (opened(*keys, whole, form)[1] for form in ("scan_layers=true", UNSTACKED))
+  for label in ("mlp/wi_0/lora/b", "self_attention/out/lora/a", "mlp/wo/kernel"):
+    for i in range(2):
+      np.testing.assert_array_equal(apart[f"decoder/layers_{i}/{label}"], stacked[f"decoder/layers/{label}"][i])
+  some = [*keys, UNSTACKED, "lora_module_path=decoder/layers_1/.*/query", "steps=2"]
+  with tiny.cheap_compilation(), tiny.one_device():
+    assert train.main(some) == 0
+  place, cfg = load_model.find(tmp_path / "run")
+  _, begun = opened(*some, f"lora_restore_path={tmp_path / 'run'}")
+  assert begun["decoder/layers_1/self_attention/query/lora/b"].any()
+  graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
+  tokens = np.arange(9, dtype=np.int32)[None]
+  ours = nnx.merge(graphdef, state.from_tree(_nested(begun), abstract))(tokens)
+  graphdef, merged = load_model.load(place, cfg)
+  np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
+  assert hf_checkpoint.main(["adapter", str(tmp_path / "run"), str(tmp_path / "peft")]) == 0
+  assert json.loads((tmp_path / "peft" / peft.CONFIG).read_text())["target_modules"] == ["1.self_attn.q_proj"]
+  _, again = opened(*some, f"lora_restore_path={tmp_path / 'peft'}")
+  assert again.keys() == begun.keys() and all(np.array_equal(again[name], begun[name]) for name in begun)
 
 
 @pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])

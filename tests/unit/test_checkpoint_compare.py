@@ -127,6 +127,14 @@ def test_nans_zeros_and_infinities(pair, tmp_path, capsys):
   assert row["max_abs"] is None
 
 
+def test_a_difference_from_zero_is_infinite_relative_to_it(pair, tmp_path, capsys):
+  tree = lambda value: {"params": {"params": {"decoder": {"w": np.array([1, value], np.float32)}}}}  # noqa: E731
+  assert "largest difference 3 (relative inf)" in pair(tree(3), tree(0)).rows[0].text()
+  assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
+  (row,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
+  assert (row["max_abs"], row["max_rel"]) == (3, None)
+
+
 def test_equal_nans_are_equal_and_counted(pair, tmp_path):
   tree = {"params": {"params": {"decoder": {"w": np.array([np.nan, 2.0, np.nan], np.float16)}}}}
   result = pair(tree, tree)

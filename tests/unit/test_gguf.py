@@ -131,6 +131,18 @@ def test_the_tokenizer_of_the_file(tmp_path):
   assert ids.tolist() == [258, 2 + ord("1") - 33, 2 + ord("2") - 33]
 
 
+def test_a_token_that_was_added_is_one_token(tmp_path):
+  """Special or not: without merges that lead to it, and wherever a text is split."""
+  from maxghost.data.tokenizers import load_tokenizer
+
+  tokens = ["<|s|>", "<|e|>", *[chr(33 + i) if i < 94 else chr(256 + i) for i in range(256)], "ab", "<think 1>"]
+  change = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3, 3, *[1] * 257, 4]}
+  write(tmp_path / "m.gguf", vocab=260, change=change)
+  cfg = hf_checkpoint.import_model(tmp_path / "m.gguf", tmp_path / "in", say=lambda line: None)
+  tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
+  assert tokenizer.encode([b"a<think 1>b"])[0].tolist() == [2 + ord("a") - 33, 259, 2 + ord("b") - 33]
+
+
 @pytest.mark.parametrize(
   ("change", "message"),
   [

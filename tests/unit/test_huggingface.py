@@ -119,6 +119,52 @@ def test_files_that_leave_the_first_level_out_or_hold_a_tied_table_twice(tmp_pat
     open_tree(tied)
 
 
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8, np.float32])
+@pytest.mark.parametrize(
+  ("name", "level", "ignored"),
+  [("gpt2", "transformer.", "h.0.attn.bias"), ("llama2", "model.", "layers.0.self_attn.rotary_emb.inv_freq")],
+)
+def test_tensors_without_a_parameter_say_nothing_of_the_dtype(name, level, ignored, kind, tmp_path):
+  """The masks and frequencies that older releases of transformers saved with a model, also of the bare one."""
+  shutil.copytree(hf_models.FOLDER / name, tmp_path / "hf")
+  extra = {level + ignored: np.ones((2, 3), kind)}
+  rewrite(tmp_path / "hf", lambda tensors: {x: v.astype(ml_dtypes.bfloat16) for x, v in tensors.items()} | extra)
+  assert model_path.find(tmp_path / "hf").config.model.weight_dtype == "bfloat16"
+  rewrite(tmp_path / "hf", lambda tensors: {x.removeprefix(level): v for x, v in tensors.items()})
+  cfg = hf_checkpoint.import_model(tmp_path / "hf", tmp_path / "in", say=silent)
+  assert cfg.model.weight_dtype == "bfloat16"
+
+
+def test_a_whole_file_is_preferred_to_shards_as_in_transformers(llama, tmp_path):
+  hf_checkpoint.export_model(llama, tmp_path / "shards", shard_bytes=9000, say=silent)
+  rewrite(llama, lambda tensors: {name: x + 1 for name, x in tensors.items()})
+  for file in (tmp_path / "shards").glob("model*"):  # whole or, as save_pretrained leaves them, in part
+    shutil.copy(file, llama)
+    read = open_tree(llama).nodes["decoder", "decoder_norm", "scale"].read(None)
+    np.testing.assert_array_equal(read, tensors_of(tmp_path / "shards")["model.norm.weight"] + 1)
+
+
+def test_what_a_training_key_does_is_no_other_model(llama, tmp_path):
+  """QK-Clip only scales weights between steps: a run may begin with an import, and is exported."""
+  cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  cfg = config.replace(cfg, use_qk_clip=True, qk_clip_threshold=50.0)
+  load_model.check_config(cfg)
+  config.save(cfg, tmp_path / "in" / "config.yml")
+  hf_checkpoint.export_model(tmp_path / "in", tmp_path / "out", say=silent)
+  before, after = tensors_of(llama), tensors_of(tmp_path / "out")
+  assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_other_files_of_the_folder_need_no_room(llama, tmp_path, monkeypatch):
+  (llama / "pytorch_model.bin").write_bytes(bytes(1_000_000))
+  usage = shutil.disk_usage(tmp_path)
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500_000))
+  hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+  with pytest.raises(ConfigError, match=r"0\.00 GB free, the checkpoint needs about"):
+    hf_checkpoint.import_model(llama, tmp_path / "again", say=silent)
+
+
 def test_a_tied_gpt2_may_hold_its_table_twice(tmp_path):
   shutil.copytree(hf_models.FOLDER / "gpt2", tmp_path / "tied")
   rewrite(tmp_path / "tied", lambda tensors: tensors | {"lm_head.weight": tensors["transformer.wte.weight"]})
@@ -231,6 +277,17 @@ def test_a_config_json_of_another_function_is_refused(llama, changes, message):
   with pytest.raises(ConfigError, match=message):
     model_path.find(llama)
     open_tree(llama)
+
+
+def test_a_gpt_oss_without_sliding_layers_has_a_window_all_the_same(tmp_path):
+  """transformers forms a mask with it for any gpt-oss, and stops where config.json has none."""
+  shutil.copytree(hf_models.FOLDER / "gpt_oss", tmp_path / "hf")
+  layers = json.loads((tmp_path / "hf" / "config.json").read_text())["num_hidden_layers"]
+  edit_config(tmp_path / "hf", layer_types=["full_attention"] * layers)
+  hf_checkpoint.export_model(tmp_path / "hf", tmp_path / "out", say=silent)
+  content = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert content["sliding_window"] == 128 and content["layer_types"] == ["full_attention"] * layers
+  assert model_path.find(tmp_path / "out").config.model.attention_type == ("global",)
 
 
 def test_a_window_that_begins_at_a_huge_layer_begins_nowhere():

@@ -4,6 +4,7 @@ d inputs, p outputs, t = 8 inputs of a block, V vocabulary.
 """
 
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,14 @@ def sizes_of(cfg) -> list[str]:
   names = ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim", "vocab_size",
            "base_num_decoder_layers", "rope_max_timescale", "normalization_layer_epsilon")  # fmt: skip
   return [f"{name}={getattr(cfg.model, name)}" for name in names]
+
+
+@pytest.mark.parametrize("quantization", ["int8w", "int4w"])
+def test_a_checkpoint_with_odd_inputs_is_refused_before_anything_is_written(quantization, tmp_path, capsys):
+  source = Path(__file__).resolve().parents[1] / "fixtures" / "hf" / "gpt2"
+  command = ["quantize", str(source), str(tmp_path / "out"), "--quantization", quantization]
+  assert checkpoint_tools.main(command) == 2 and not (tmp_path / "out").exists()
+  assert "kernel has 15 inputs, of which no two make a pair" in capsys.readouterr().err
 
 
 def test_odd_inputs_are_refused():

@@ -74,14 +74,14 @@ def einsum_order(einsum_str: str) -> tuple[tuple[int, ...], tuple[int, ...], int
 
   Raises ValueError for a kernel with other axes than the contracted ones and then those of the output alone.
   """
-  inputs, _, out = einsum_str.replace(" ", "").partition("->")
-  x, kernel = inputs.split(",")
+  x, kernel, out = einsum_str.replace(" ", "").replace("->", ",").split(",")
   contracted = [letter for letter in kernel if letter in x and letter not in out]
   outputs = [letter for letter in kernel if letter not in x]
-  if "." in einsum_str or [*kernel] != [*contracted, *outputs] or not contracted or not outputs:
+  rest = [letter for letter in x if letter not in contracted]
+  ordered = contracted and outputs and [*kernel] == [*contracted, *outputs]
+  if "." in einsum_str or not ordered or {*rest, *outputs} != {*out}:
     needed = "its kernel must have the contracted axes first, then those of the output alone"
     raise ValueError(f"Einsum '{einsum_str}' takes no adapter: {needed}")
-  rest = [letter for letter in x if letter not in contracted]
   before = tuple(x.index(letter) for letter in [*rest, *contracted])
   return before, tuple([*rest, *outputs].index(letter) for letter in out), len(contracted)
 

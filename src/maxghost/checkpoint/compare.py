@@ -179,7 +179,7 @@ class _ValueComparer:
     row.num_different += int(different.sum())
     gap, size = _gap(x[different], y[different])
     with np.errstate(divide="ignore", invalid="ignore"):
-      relative = np.nan_to_num(np.where(gap == 0, 0.0, gap / size), nan=math.inf)
+      relative = np.nan_to_num(np.where(gap == 0, 0.0, gap / size), nan=math.inf, posinf=math.inf)
     row.max_abs = max(row.max_abs or 0.0, float(gap.max()))
     row.max_rel = max(row.max_rel or 0.0, float(relative.max()))
 

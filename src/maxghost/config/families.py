@@ -83,7 +83,7 @@ class HuggingFace:
   sliding: str = ""
   layer_types: bool = False
   prefix: str = "model."
-  ignored: Sequence[str] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+  ignored: Sequence[str] = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 @dataclass(frozen=True, slots=True)

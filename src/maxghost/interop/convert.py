@@ -105,7 +105,7 @@ def written(
   check_target(raw, out)
   everything = sum(array.nbytes for array in raw.arrays().values())
   stored = sum(f.stat().st_size for f in raw.location.item.rglob("*") if f.is_file()) or everything
-  needed = int(stored * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
+  needed = int(min(stored, everything) * sum(leaf.nbytes for leaf in plan.leaves) / max(everything, 1))
   existing = next(p for p in (out, *out.parents) if p.exists())
   if (free := shutil.disk_usage(existing).free) < needed:
     raise LayoutError(f"{existing} has {free / 1e9:.2f} GB free, the checkpoint needs about {needed / 1e9:.2f} GB")

@@ -18,7 +18,7 @@ from maxghost.config.values import import_package
 
 SUFFIX = ".gguf"
 _MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half of them
-_CONTROL = 3  # token_type of a special token
+_CONTROL, _USER_DEFINED = 3, 4  # token_type of special tokens, and of others that are never split
 # What the package raises over a damaged file.
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
 _SIZES = {
@@ -160,7 +160,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
   try:
     made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(splits[split]), tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL])
+    for which, add in ((_CONTROL, made.add_special_tokens), (_USER_DEFINED, made.add_tokens)):
+      add([token for token, kind in zip(tokens, kinds, strict=False) if kind == which])
     words: dict[str, Any] = {name: tokens[number] for name, number in ids.items() if number is not None}
   except Exception as error:  # the package raises plain Exceptions
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error

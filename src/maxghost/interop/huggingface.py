@@ -97,7 +97,9 @@ def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str,
   """The configuration of a config.json named `origin`, with the dtype of its tensors. Raises ConfigError."""
   keys = huggingface_config.keys_of(content, origin)
   if tensors:
-    keys["weight_dtype"] = huggingface_config.weight_dtype({x.dtype.name for x in tensors.values()}, origin)
+    ignored = FAMILIES[keys["decoder_block"]].huggingface.ignored
+    held = {x.dtype.name for name, x in tensors.items() if not any(re.fullmatch(y, name) for y in ignored)}
+    keys["weight_dtype"] = huggingface_config.weight_dtype(held, origin)
   # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
   return replace(load_config(), tokenizer_type="huggingface", **keys)
 

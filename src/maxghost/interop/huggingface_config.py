@@ -31,7 +31,7 @@ _HOW_COMPUTED = frozenset({
   "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "quantization",
   "quantize_kvcache", "attention", "scan_layers", "remat_policy", "segment_lengths", "offload_to_host",
   "z_loss_multiplier", "num_vocab_tiling", "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight",
-  "sparse_matmul",
+  "sparse_matmul", "use_qk_clip", "qk_clip_threshold",
 })  # fmt: skip
 _SCALING = {
   "llama3.1": {*_LLAMA3, "original_max_position_embeddings"},
@@ -93,8 +93,7 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
       read.problem(f"{name}={shown(value)} is not known here; known is {' or '.join(map(shown, allowed))}")
   if family.learned_positions:
     keys["max_target_length"] = min(256, keys["trainable_position_size"] or 1)
-  if keys.get("rope_type") != "none":
-    keys |= _rotary(read, rope)
+  keys |= _rotary(read, rope) if keys.get("rope_type") != "none" else {}
   if read.problems:
     raise LayoutError(*read.problems)
   if keys["base_num_decoder_layers"] * keys.get("num_experts", 1) > _MOST_PARTS:
@@ -240,13 +239,13 @@ def _write_window(model: ModelConfig, family: Family) -> dict[str, Any]:
     return {}
   types, cycle = model.attention_type, model.inhomogeneous_layer_cycle_interval
   slides = "local_sliding" in types
-  content: dict[str, Any] = {"sliding_window": model.sliding_window_size if slides else None}
+  unused = 128 if sliding == "alternate" else None  # gpt-oss of transformers forms a mask with a window in any case
+  content: dict[str, Any] = {"sliding_window": model.sliding_window_size if slides else unused}
   if sliding == "late":
     content |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else num_layers}
-  if family.huggingface.layer_types:
-    names = {ours: name for name, ours in _LAYER_TYPES.items()}
-    content["layer_types"] = [names[types[i % cycle % len(types)]] for i in range(num_layers)]
-  return content
+  names = {ours: name for name, ours in _LAYER_TYPES.items()}
+  layers = [names[types[i % cycle % len(types)]] for i in range(num_layers)]
+  return content | ({"layer_types": layers} if family.huggingface.layer_types else {})
 
 
 def _write_rotary(model: ModelConfig) -> dict[str, Any]:
@@ -266,8 +265,7 @@ def _function_keys(model: ModelConfig) -> dict[str, Any]:
   """The keys that make the model's function; what its other keys leave without effect is not among them."""
   keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
   unread = _HOW_COMPUTED | (set().union(*_SCALING.values()) - _SCALING.get(model.rope_type, set()))
-  if model.rope_type == "none":
-    unread |= {"rope_max_timescale"}
+  unread |= {"rope_max_timescale"} if model.rope_type == "none" else set()
   if model.num_experts > 1:
     keys["base_moe_mlp_dim"] = model.feed_forward_width
     unread |= {"base_mlp_dim"}

@@ -147,7 +147,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
   """Reads an adapter folder for this model.
 
   Returns (settings, {label: array}), with the dtypes of the file; `decoder/layers/self_attention/query/lora/a` is
-  [L, D, r]. Raises LayoutError, naming the entry or the tensors, where the folder does not hold adapters of this model.
+  [L, D, r] (with scan_layers). Raises LayoutError, naming the entry or the tensors, for adapters of another model.
   """
   folder = full_path(folder)
   config, file = read_json(folder / CONFIG), folder / TENSORS
@@ -162,8 +162,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
     # The router of Mixtral is called mlp.gate since transformers 5.
     names = [name if name in tensors else name.replace(".block_sparse_moe.", ".mlp.") for name in place.tensors]
     used.update(names)
-    absent = [name for name in names if name not in tensors]
-    if absent:
+    if absent := [name for name in names if name not in tensors]:
       missing += absent if len(absent) == 1 else []
       continue
     adapted.add(place.module)
@@ -225,15 +224,16 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
 
 
 def stack(found: Mapping[Leaf, Mapping[Any, np.ndarray]], model: ModelConfig, origin: Path) -> dict[str, np.ndarray]:
-  """{label: array} of arrays by leaf and expert. Raises LayoutError where some layers or experts have no adapter."""
+  """{label in this model: array} of arrays by leaf and expert. Raises LayoutError where some of a stack are missing."""
   held: dict[str, list[np.ndarray]] = {}
   cycle, depth = model.inhomogeneous_layer_cycle_interval, model.base_num_decoder_layers
   for (path, layer), experts in sorted(found.items(), key=lambda item: item[0][1] or 0):
     if None not in experts and len(experts) < model.num_experts:
       raise LayoutError(f"{origin}: an expert of layer {layer} has no {path}; adapt all experts or none")
-    block = f"layers_{(layer or 0) % cycle}/" if cycle > 1 else ""
     whole = experts[None] if None in experts else np.stack([*experts.values()])
-    held.setdefault(path.replace(_LAYERS, _LAYERS + block), []).append(whole)
+    block = f"{_LAYERS}layers_{(layer or 0) % cycle}/" if cycle > 1 else _LAYERS
+    block = block if model.scan_layers else f"decoder/layers_{layer}/"
+    held.setdefault(path.replace(_LAYERS, block), []).append(whole)
   for label, layers in held.items():
     if label.startswith(_LAYERS) and len(layers) != depth // cycle:
       raise LayoutError(f"{origin}: {len(layers)} of {depth // cycle} layers have {label}; adapt all layers or none")
@@ -244,10 +244,10 @@ def unstack(arrays: Arrays, model: ModelConfig) -> dict[Leaf, np.ndarray]:
   """The reverse of `stack`, with all experts in an array."""
   out: dict[Leaf, np.ndarray] = {}
   for label, values in arrays.items():
-    path = re.sub(r"^decoder/layers/layers_\d+/", _LAYERS, label)
-    first = 0 if path == label else int(label.split("/")[2].removeprefix("layers_"))
-    cycle, inside = model.inhomogeneous_layer_cycle_interval, path.startswith(_LAYERS)
-    out |= {(path, first + i * cycle): x for i, x in enumerate(values)} if inside else {(path, None): values}
+    path, cycle = re.sub(r"^decoder/layers(/layers)?_\d+/", _LAYERS, label), model.inhomogeneous_layer_cycle_interval
+    first = 0 if path == label else int(re.findall(r"_(\d+)/", label)[0])
+    layers = values if label.startswith(_LAYERS) else [values]
+    out |= {(path, first + i * cycle if path.startswith(_LAYERS) else None): x for i, x in enumerate(layers)}
   return out
 
 
@@ -290,8 +290,8 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
   """adapter_config.json. own: names of the rules whose parts have an own A each."""
   linear = [place for place in held if not place.num_stacked]
   others = {place.module for place in places(model) if not place.num_stacked} - {place.module for place in linear}
-  parts = (f".{place.module}".split(".") for place in linear)
-  targets = {f"{above}.{leaf}" if any(x.endswith(f".{leaf}") for x in others) else leaf for *_, above, leaf in parts}
+  ends = ([".".join(x[i:]) for i in range(len(x))][::-1] for x in (place.module.split(".") for place in linear))
+  targets = {next(x for x in names if not any(f".{other}".endswith(f".{x}") for other in others)) for names in ends}
   counts = {x.module.rpartition(".")[2]: len(x.rule.paths) for x in held if x.rule.name in own}
   made = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base,

@@ -46,11 +46,9 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
     re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
     for label, (module, _, form) in places(plain, quantization).items()
   }
-  held: dict[StoredArray, tuple] = {}
-  for (path, _), ref in checkpoint.params.leaves.items():
-    if (label := "/".join(path)) in found:
-      held[ref.array] = (None if ref.index is None else ref.axis, *found[label])
-  if missing := found.keys() - {"/".join(path) for path, _ in checkpoint.params.leaves}:
+  refs = [("/".join(path), ref) for (path, _), ref in checkpoint.params.leaves.items()]
+  held = {x.array: (None if x.index is None else x.axis, *found[label]) for label, x in refs if label in found}
+  if missing := found.keys() - {label for label, _ in refs}:
     raise LayoutError(f"{raw.origin} has no {min(missing)}, which {quantization} narrows")
   nodes = {}
   for path, node in raw.nodes.items():
@@ -77,6 +75,8 @@ def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, f
   run = jax.jit(functools.partial(quantize, qtype=form, depth=0, in_axes=in_axes))
   inner = [size for i, size in enumerate(source.shape) if i != axis]
   lead = len(inner) - in_axes - out_axes
+  if (inputs := math.prod(inner[lead : lead + in_axes])) % 2 and form != "table":
+    raise LayoutError(f"{source.name} has {inputs} inputs, of which no two make a pair, as {form} holds them")
   one = jax.eval_shape(run, jax.ShapeDtypeStruct(tuple(inner[lead:]), source.dtype))[name]
   shape = [*inner[:lead], *one.shape]
   place = None if axis is None else min(axis, len(shape))

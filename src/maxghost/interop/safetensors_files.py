@@ -33,7 +33,8 @@ _DTYPES = {
 def open_tensors(folder: Path) -> dict[str, StoredArray]:
   """The folder's tensors by name, packed ones as their matrices, unread. Raises LayoutError for damaged files."""
   index_file, weight_map, files = folder / INDEX, {}, [SINGLE]
-  if index_file.is_file():
+  single = (folder / SINGLE).is_file()  # transformers prefers it to an index
+  if not single and index_file.is_file():
     try:
       weight_map = read_json(index_file)["weight_map"]
       files = sorted(set(weight_map.values()))
@@ -41,13 +42,11 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
       raise LayoutError(f"{index_file} is damaged: {error!r}") from error
     if wrong := [name for name in files if not isinstance(name, str) or not name or Path(name).name != name]:
       raise LayoutError(f"{index_file} is damaged: it lists {wrong[0]!r}, which is no name of a file beside it")
-  elif not (folder / SINGLE).is_file():
+  elif not single:
     raise LayoutError(f"{folder} has neither {SINGLE} nor {INDEX}: half copied, or weights of another format")
   if missing := [name for name in files if not (folder / name).is_file()]:
     raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
-  tensors: dict[str, StoredArray] = {}
-  for name in files:
-    tensors |= open_file(folder / name)
+  tensors = {name: tensor for file in files for name, tensor in open_file(folder / file).items()}
   if lost := sorted(set(weight_map) - set(tensors)):
     raise LayoutError(f"{folder}: {INDEX} lists {lost[0]}, which is in none of its files ({len(lost)} such tensors)")
   return _unpacked(tensors)
