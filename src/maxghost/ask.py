@@ -108,7 +108,7 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   place, _ = load_model.find(path)
   (prompt_ids,), stop_ids = generate.encoded([args.question], cfg.records == "conversations", cfg, tokenizer)
   if args.answer is not None:
-    return prompt_ids, tokenizer.encode([utf8(args.answer, "--answer")])[0].tolist()
+    return prompt_ids, tokenizer.encode_behind(utf8(args.answer, "--answer")).tolist()
   graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
   size, sampling = generate.cache_size(cfg, len(prompt_ids), args.max_new_tokens), Sampling(args.temperature)
   generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))

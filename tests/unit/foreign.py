@@ -99,11 +99,11 @@ def factor_for(gradient, weights, u, rank: int, label: str = "a/kernel", wide: b
 def assert_scores(actual: dict, expected: dict, tolerance: float, rounded: dict | None = None) -> None:
   """The same labels, no score that is all zero, and every label (and layer) within a relative tolerance.
 
-  rounded: the expected scores from per-example gradients in the model's own dtype. Scores may be off by three times
+  rounded: the expected scores from per-example gradients in the model's own dtype. Scores may be off by ten times
   what its rounding moves any of those.
   """
   if rounded is not None:
-    tolerance = max(tolerance, *(3 * oracles.relative_error(rounded[label], v) for label, v in expected.items()))
+    tolerance = max(tolerance, *(10 * oracles.relative_error(rounded[label], v) for label, v in expected.items()))
   assert actual.keys() == expected.keys()
   largest = max(np.abs(value).max() for value in expected.values())
   for label, value in expected.items():

@@ -117,10 +117,12 @@ def test_special_tokens_before_the_text_of_an_answer_do_not_end_it():
 
 def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):
   """As in TRL, prompt and completion are one text, and trained from where its tokens are not the prompt's alone."""
-  letters = {letter: n for n, letter in enumerate(["<unk>", "<s>", "</s>", *"▁+=36!:ye", "▁y", "▁ye"])}
+  letters = {letter: n for n, letter in enumerate(["<unk>", "<s>", "</s>", *"▁+=36!:yea.", "▁y", "▁ye"])}
   inner = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [("▁", "y"), ("▁y", "e")], unk_token="<unk>"))
   change = tokenizers.normalizers
   inner.normalizer = change.Sequence([change.Prepend("▁"), change.Replace(" ", "▁")])  # as Llama 2 has it
+  back = tokenizers.decoders
+  inner.decoder = back.Sequence([back.Replace("▁", " "), back.Fuse(), back.Strip(" ", 1, 0)])
   inner.add_special_tokens(["<s>", "</s>"])
   inner.save(str(tmp_path / "tokenizer.json"))
   tokenizer = load_tokenizer("huggingface", str(tmp_path))
@@ -138,6 +140,8 @@ def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):
   ]:
     record = json.dumps({"prompt": prompt, "completion": completion})
     assert spelled(*made.encode(record.encode())) == wanted
+  for text, wanted in (("6", "6"), (" ye", "▁ye"), ("ye", "y e"), ("", "")):  # as an answer to a prompt
+    assert " ".join(map(tokenizer._spelled, tokenizer.encode_behind(text.encode()).tolist())) == wanted
   pair = {"prompt": "3: ", "chosen": "ye", "rejected": "!"}
   write(tmp_path / "p.jsonl", [pair] * 16)
   cfg = dataclasses.replace(

@@ -26,8 +26,7 @@ def block_half_width(sums: np.ndarray) -> np.ndarray:
   """
   if (num := sums.shape[-1]) < 3:
     return np.full(sums.shape[:-1], np.nan)
-  variance = (np.diff(sums, axis=-1) ** 2).sum(-1) / (2 * (num - 1))
-  return student_t95(num - 1) * np.sqrt(num * variance)
+  return student_t95(num - 1) * np.sqrt(num * ((np.diff(sums, axis=-1) ** 2).sum(-1) / (2 * (num - 1))))
 
 
 def block_edges(num: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray:

@@ -205,8 +205,7 @@ def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -
 def _filled(rows: Rows, numbers: np.ndarray, layout: Layout, pad_id: int, weighted: bool) -> dict[str, np.ndarray]:
   """The arrays of a batch, [B, T], and `document_BS` and `offset_BS` of its segments."""
   B, T, stop = len(numbers), layout.row_length, rows.row_ends[numbers]
-  first = np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
-  count = stop - first
+  count = stop - np.where(numbers > 0, rows.row_ends[numbers - 1], 0)
   row = np.arange(B).repeat(count)
   chunk = np.arange(len(row)) + (stop - count.cumsum())[row]
   slot, begin, start, length = (x[chunk] for x in (rows.slot, rows.begin, rows.start, rows.length))

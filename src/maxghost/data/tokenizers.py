@@ -81,6 +81,15 @@ class Tokenizer:
     is_byte = text == "\ufffd".encode() and (name := self._spelled(number)).startswith("<0x")
     return bytes.fromhex(name[3:5]) if is_byte else text
 
+  def encode_behind(self, text: bytes) -> np.ndarray:
+    """Ids of a text behind another one, where tokenizers that begin each text with a space add none."""
+    for before in (b"", b".", b"a", b"0"):
+      head, whole = self.encode([before, before + text])
+      own, rest = np.split(whole, [len(head)])
+      if np.array_equal(own, head) and self.decode(np.array([*self._letter, *rest])) == b"a" + text:
+        return rest
+    return self.encode([text])[0]
+
   @functools.cached_property
   def _letter(self) -> list[int]:
     """Ids of a letter, behind which `piece` decodes."""

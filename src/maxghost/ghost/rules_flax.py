@@ -36,8 +36,7 @@ def matrix_scores(call, x, b, direction, count: int):
 def _reduce_sets(call, x_Kr, b_Kr):
   """[K, n(, T)]: products summed over the factors' rank and over axes beyond the probe's."""
   product = x_Kr * b_Kr
-  axes = (*range(call.resolution, product.ndim - 2), product.ndim - 1)
-  return jnp.moveaxis(product.sum(axis=axes), -1, 0)
+  return jnp.moveaxis(product.sum(axis=(*range(call.resolution, product.ndim - 2), product.ndim - 1)), -1, 0)
 
 
 def is_plain(module) -> bool:

@@ -33,8 +33,7 @@ def attend(q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT, shape, block: in
 
 
 def _pad(x, axis: int, amount: int):
-  widths = [(0, amount if i == axis % x.ndim else 0) for i in range(x.ndim)]
-  return jnp.pad(x, widths) if amount else x
+  return jnp.pad(x, [(0, amount if i == axis % x.ndim else 0) for i in range(x.ndim)]) if amount else x
 
 
 def _cut(x, index, block: int, axis: int):

@@ -73,8 +73,7 @@ class Ring:
 
   def _moves(self, parity: int) -> list[tuple[int, int]]:
     """(from, to) of the chunks of one parity."""
-    numbers = range(parity, 2 * self.size, 2)
-    return [(g // 2, g if g < self.size else 2 * self.size - 1 - g) for g in numbers]
+    return [(g // 2, g if g < self.size else 2 * self.size - 1 - g) for g in range(parity, 2 * self.size, 2)]
 
   def _by_parity(self, first, second):
     """[2, ...]: the two in this order on devices with an even number, else swapped."""

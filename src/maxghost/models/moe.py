@@ -283,8 +283,7 @@ class RoutedMoe(nnx.Module):
     y_RD = rows.own(self.multiply(params, "wo", gated(branches, self.activations, self.limit), rows))
     y_NkD = _permute(y_RD, rows.place_R, rows.order_R).reshape(-1, self.num_chosen, y_RD.shape[-1])
     weight_Nk = weight_BTk.reshape(-1, self.num_chosen).astype(y_NkD.dtype)
-    y_ND = jnp.einsum("nkd,nk->nd", y_NkD, weight_Nk, precision=plain(self.precision))
-    return y_ND.reshape(x_BTD.shape)
+    return jnp.einsum("nkd,nk->nd", y_NkD, weight_Nk, precision=plain(self.precision)).reshape(x_BTD.shape)
 
   def branch_rows(self, params: dict, x_RD, rows: Rows) -> list:
     """The inputs of the activations: one array [R, F] for each branch."""

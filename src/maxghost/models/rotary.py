@@ -60,8 +60,7 @@ class Rotary:
     if self.cfg.rope_truncate:
       first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
-    width = last - first or 0.001
-    return 1 - jnp.clip((jnp.arange(half, dtype=dtype) - first) / width, 0, 1)
+    return 1 - jnp.clip((jnp.arange(half, dtype=dtype) - first) / (last - first or 0.001), 0, 1)
 
 
 def _sines(angle):

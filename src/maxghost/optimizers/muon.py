@@ -143,8 +143,7 @@ class Muon(UpdateRule):
     t = np.arange(1.0, len(rates_S) + 1)
     held_S = self.beta / (1 - self.beta ** (t + 1))
     own_S = held_S + 1 / (1 - self.beta**t)
-    later_S = self.beta * to_come(held_S * rates_S, self.beta)
-    return rates_S + np.append(later_S[1:], 0) / own_S
+    return rates_S + np.append(self.beta * to_come(held_S * rates_S, self.beta)[1:], 0) / own_S
 
   def reads(self, parameter: Parameter) -> tuple[str, ...]:
     return ("first_moment",) if parameter.matrix else ("first_moment", "second_moment")

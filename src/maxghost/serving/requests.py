@@ -141,7 +141,7 @@ def ids_of(given: Any, name: str, served: Served) -> list[int]:
   """The ids of a text, or those given. Raises Refused."""
   if isinstance(given, str):
     try:
-      return served.encode(given) if name == "prompt" else served.tokenizer.encode([utf8(given, name)])[0].tolist()
+      return served.encode(given) if name == "prompt" else served.tokenizer.encode_behind(utf8(given, name)).tolist()
     except ConfigError as error:
       raise Refused(str(error), name) from error
   if not isinstance(given, list) or not all(type(one) is int and 0 <= one < served.vocab_size for one in given):

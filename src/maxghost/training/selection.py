@@ -42,8 +42,7 @@ def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float 
   """
   if method == "threshold":
     count = jnp.maximum(has_tokens_B.sum(), 1)
-    limit = threshold * jnp.sum(jnp.abs(value_B) * has_tokens_B) / count
-    above = (value_B > limit) & has_tokens_B
+    above = (value_B > threshold * jnp.sum(jnp.abs(value_B) * has_tokens_B) / count) & has_tokens_B
     best = jnp.arange(len(value_B)) == jnp.argmax(jnp.where(has_tokens_B, value_B, -jnp.inf))
     return jnp.where(above.any(), above, best)
   if method == "greats":
