@@ -113,6 +113,8 @@ def test_special_tokens_before_the_text_of_an_answer_do_not_end_it():
   thinking = rendering(PLAIN.replace("{{ '<assistant>' }}", "{{ '<assistant><think>' }}"))
   assert thinking.end_ids() == {made.tokenizer.eos_id}, "DeepSeek R1's cannot be trained on, and yet asks"
   assert thinking.tokenizer.decode(thinking.prompt("1+1?")).decode() == "<user>1+1?\n<assistant><think>"
+  with pytest.raises(ValueError, match="leaves out what the assistant says"):
+    rendering(PLAIN.replace("m['content'] +", "m['content'] | upper +")).end_ids()
 
 
 def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):

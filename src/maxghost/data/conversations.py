@@ -138,7 +138,9 @@ class Rendering:
     if self.template is None:
       return {*map(int, self._turns(turns)[-1][0])}
     ids, places = self.tokenizer.encode_template(text := self.template.render(turns))
-    return {n for n in ids[places[:, 0] >= text.rfind("maxghost")].tolist() if not self.tokenizer.piece(n)}
+    if (start := text.rfind("maxghost")) < 0:
+      raise ValueError(f"chat template {self.template.name} leaves out what the assistant says")
+    return {n for n in ids[places[:, 0] >= start].tolist() if not self.tokenizer.piece(n)}
 
   def _templated(self, template: chat.Template, found: Conversation) -> tuple[np.ndarray, np.ndarray]:
     text, spans, prompts = template.spans(found.messages, found.tools, found.first)

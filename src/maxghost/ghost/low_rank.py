@@ -219,8 +219,7 @@ def eliminate(gram, floor):
   matrices: an XLA loop starts several for each column, most of the factors' time on a GPU (docs/figures.md).
   """
   wide = jax.dtypes.canonicalize_dtype(float) == jnp.float64  # then loops have a 64-bit index, which Mosaic refuses
-  platforms = ("gpu",) if wide else ("gpu", "tpu")
-  if gram.shape[-1] <= _LARGEST_RANK and shardings.platform() in platforms:
+  if gram.shape[-1] <= _LARGEST_RANK and shardings.platform() in (("gpu",) if wide else ("gpu", "tpu")):
     return by_kernel(gram, floor)
   return by_loop(gram, floor)
 

@@ -188,8 +188,7 @@ class ScoreLog(fmt.Frame):
     first = None
     for shard in self.shards:
       if (modules := shard.modules) is not None:
-        first = first or modules.layout
-        if modules.layout != first:
+        if modules.layout != (first := first or modules.layout):
           raise ConfigError(f"{shard.path.name}: other modules, layers or domains than in the files before it")
         yield modules
 
