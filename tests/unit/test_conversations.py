@@ -122,7 +122,8 @@ def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):
   letters = {letter: n for n, letter in enumerate(["<unk>", "<s>", "</s>", *"▁+=36!:yea.", "▁y", "▁ye"])}
   inner = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [("▁", "y"), ("▁y", "e")], unk_token="<unk>"))
   change = tokenizers.normalizers
-  inner.normalizer = change.Sequence([change.Prepend("▁"), change.Replace(" ", "▁")])  # as Llama 2 has it
+  as_llama_2 = [change.Prepend("▁"), change.Replace(" ", "▁")]
+  inner.normalizer = change.Sequence([change.Replace("\n", " "), *as_llama_2])
   back = tokenizers.decoders
   inner.decoder = back.Sequence([back.Replace("▁", " "), back.Fuse(), back.Strip(" ", 1, 0)])
   inner.add_special_tokens(["<s>", "</s>"])
@@ -142,7 +143,7 @@ def test_a_tokenizer_that_begins_texts_with_a_space(tmp_path):
   ]:
     record = json.dumps({"prompt": prompt, "completion": completion})
     assert spelled(*made.encode(record.encode())) == wanted
-  for text, wanted in (("6", "6"), (" ye", "▁ye"), ("ye", "y e"), ("", "")):  # as an answer to a prompt
+  for text, wanted in (("6", "6"), (" ye", "▁ye"), ("ye", "y e"), ("6\nye", "6 ▁ye"), ("", "")):  # answers to a prompt
     assert " ".join(map(tokenizer._spelled, tokenizer.encode_behind(text.encode()).tolist())) == wanted
   pair = {"prompt": "3: ", "chosen": "ye", "rejected": "!"}
   write(tmp_path / "p.jsonl", [pair] * 16)

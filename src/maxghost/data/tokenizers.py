@@ -82,13 +82,13 @@ class Tokenizer:
     return bytes.fromhex(name[3:5]) if is_byte else text
 
   def encode_behind(self, text: bytes) -> np.ndarray:
-    """Ids of a text behind another one, where tokenizers that begin each text with a space add none."""
-    for before in (b"", b".", b"a", b"0"):
-      head, whole = self.encode([before, before + text])
-      own, rest = np.split(whole, [len(head)])
-      if np.array_equal(own, head) and self.decode(np.array([*self._letter, *rest])) == b"a" + text:
+    """Ids of a text, maybe normalized, behind another one: tokenizers that begin texts with a space add none."""
+    for exact, before in [(x, y) for x in (True, False) for y in (b"", b".", b"a", b"0")]:
+      head, whole, alone = self.encode([before, before + text, text])
+      behind = self.decode(np.array([*self._letter, *(rest := whole[len(head) :])]))
+      if [*head, *rest] == [*whole] and behind == b"a" + (text if exact else self.decode(alone)):
         return rest
-    return self.encode([text])[0]
+    return alone
 
   @functools.cached_property
   def _letter(self) -> list[int]:
