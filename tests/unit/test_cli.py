@@ -270,7 +270,7 @@ def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
 @pytest.mark.parametrize(
   ("argv", "said"),
   [
-    ("report . --port 80", "--port 80 is of the page that --watch serves"),
+    ("report . --port 80", "--port has no effect without --watch; leave it out"),
     ("data shwo", "invalid choice: 'shwo'"),
     ("data show steps=1 --naer", "unknown argument '--naer'"),
     ("data duplicates --naer", "unknown argument '--naer'; did you mean '--near'?"),

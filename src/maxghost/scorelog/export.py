@@ -25,9 +25,10 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   try:
     folder.mkdir(parents=True, exist_ok=True)
     for name, tables in sources.items():
-      if (first := next(tables, None)) is None:
-        continue
       path = folder / f"{name}.parquet"
+      if (first := next(tables, None)) is None:
+        path.unlink(missing_ok=True)  # of an earlier export here
+        continue
       schema = pa.table(first).schema.with_metadata(metadata)
       with write_whole(path) as file, parquet.ParquetWriter(file, schema) as writer:
         writer.write_table(pa.table(first, schema=schema))
