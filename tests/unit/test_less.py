@@ -159,7 +159,16 @@ def test_what_less_is_not_defined_for(tmp_path, capsys):
   config.save(config.replace(CFG, opt_type="sgd", ghost_direction="sgd"), run / "config.yml")
   index = ["--index", str(tmp_path / "index"), "--data", "a=x"]
   for arguments, said in {
-    ("--method", "less", "--data", "a=x", "--queries", "q=y", "--output", "z"): "less has no effect without --index",
+    (
+      "--method",
+      "less",
+      "--data",
+      "a=x",
+      "--queries",
+      "q=y",
+      "--output",
+      "z",
+    ): "--method has no effect without --index",
     ("--method", "lass", *index): "--method lass: unknown; did you mean 'less'?",
     ("--directions", "0", *index): "--directions 0: at least 2",
     ("--method", "less", *index): "--method less needs the moments of AdamW; the run has opt_type=sgd",

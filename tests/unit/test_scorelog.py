@@ -464,9 +464,13 @@ def test_names_of_files_that_are_no_utf8_are_exported(tmp_path):
   writer, name = Writer(tmp_path, period=1), os.fsdecode(b"caf\xe9")
   one = np.ones(1)
   rows = {"tokens": one, "loss": one, "dot": one[:, None], "contribution": one[:, None]}
-  writer.append({"step": 0}, rows, [("code", name, 0)])
+  modules = {"names": ["mlp"], "domains": [name], "contribution": np.ones((1, 1, 1, 1))}
+  writer.append({"step": 0}, rows, [("code", name, 0)], modules=modules)
   log = attribution.load(tmp_path)
   to_parquet(log, tmp_path / "out")
+  assert pq.read_table(tmp_path / "out" / "modules.parquet").to_pylist() == [
+    {"step": 0, "module": "mlp", "domain": "caf?", "layer": 0, "contribution": 1.0}
+  ]
   assert pq.read_table(tmp_path / "out" / "rows.parquet")["path"].to_pylist() == ["caf?"]
   assert log.to_pandas()["path"].tolist() == ["caf?"] and log["path"].tolist() == [name]
 

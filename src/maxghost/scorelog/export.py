@@ -53,6 +53,6 @@ def _modules(log: ScoreLog) -> Iterator[dict]:
   """Long form, one row per step, module, layer and domain, without the cells that do not exist."""
   for part in log.modules():
     step, module, layer, domain = np.nonzero(np.isfinite(part.contribution_SMLDK).any(-1))
-    names = {"module": np.array(part.names)[module].tolist(), "domain": np.array(part.domains)[domain].tolist()}
+    names = {"module": np.array(part.names)[module], "domain": np.array(for_others(part.domains))[domain]}
     values = {"layer": layer.astype(np.int32), "contribution": part.contribution_SMLDK[step, module, layer, domain]}
     yield {"step": part.steps[step], **names, **columns_of(values, log.val_sets)}
