@@ -68,18 +68,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser.read_together(args, {}, index=("method", "order", "directions"), data=of_data, queries=of_queries)
   if args.index and args.output and (args.output.is_dir() or not args.queries):
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
-  if args.index and args.data and _holds_others(args.index):
-    raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
+  if args.index and args.data:  # an index would overwrite a run's config.yml
+    others = any(args.index.glob("*")) and not any(args.index.glob("*sketch_*.npy*"))
+    if others or args.index.is_file():
+      raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
   if args.output and args.output.is_dir() and (any(args.output.iterdir()) or args.output.samefile(".")):
     raise ConfigError(f"--output {args.output} is not empty, or it is the current folder; give a new folder")
   return args
-
-
-def _holds_others(folder: Path) -> bool:
-  """Whether a folder has files but no sketch, whole or half written; an index would overwrite a run's config.yml."""
-  if not folder.is_dir():
-    return folder.exists()
-  return any(folder.iterdir()) and not any(folder.glob("*sketch_*.npy*"))
 
 
 @guarded("maxghost")

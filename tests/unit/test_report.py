@@ -244,7 +244,7 @@ def said(text: str) -> float:
 def check_sentences(text: str, ledger) -> None:
   """Every sentence about the ledger is one of these, and what it says of the numbers holds."""
   predicted, actual, first = ledger.predicted, ledger.actual, ledger.columns_sum - (ledger.ahead or 0.0)
-  parts = {name: ledger.columns.get(name) or 0.0 for name in ("predicted_examples", "momentum")}
+  parts = [ledger.columns.get(name) or 0.0 for name in ("momentum", "predicted_examples")]
   rest = r"(?: the prediction does not explain these steps\. Read the .*, not as exact nats\.)"
   known = {
     rf"The \w+ validation loss fell {NATS} nats per token\.": lambda: actual > 0,
@@ -267,7 +267,7 @@ def check_sentences(text: str, ledger) -> None:
     rf"\({NATS} nats\): .*? momentum\.":
       lambda momentum, examples: momentum > 20 * 0.99
       and (momentum, examples)
-      == pytest.approx([100 * parts[name] / ledger.columns_sum for name in ("momentum", "predicted_examples")], rel=0.06),
+      == pytest.approx([100 * part / ledger.columns_sum for part in parts], rel=0.06),
     rf"They contain \+?({NATS}) nats of curvature that the steps expected, .*? alone predicts ({NATS}) nats\.":
       lambda ahead, alone: ahead == pytest.approx(ledger.ahead, rel=0.06) and alone == pytest.approx(first, rel=0.06),
     rf" ?(?:Curvature|Further curvature) takes back {PERCENT} of what first order predicts; .*? among documents\.":
