@@ -55,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
   refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
-  refuse_unknown(f"--method {args.method}: unknown", args.method, ("", CONTRIBUTION, LESS))
+  refuse_unknown(f"--method {args.method}: unknown", args.method or CONTRIBUTION, (CONTRIBUTION, LESS))
   parser.check(args, directions=2 if args.method != LESS or args.directions else 0, rows=1, query_rows=1, top=1)
   if not args.index and not (args.data and args.queries and args.output):
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]

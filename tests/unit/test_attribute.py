@@ -453,6 +453,7 @@ def test_an_index_of_other_checkpoints_is_refused(tmp_path):
     (["run", "--data", "a=b", "--output", "out"], "--queries is missing"),
     (["run", "--data", "a=b", "--index", "i", "--output", "out"], "the JSON file for the answer"),
     (["run", "--index", "i"], "needs --data"),
+    (["run", "--index", "i", "--method", "x"], "--method x: unknown; there are contribution, less"),
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "full"], "is not empty"),
     (
       ["run", "--data", "a=b", "--queries", "c=d", "--output", "out", "--order", "nats"],

@@ -290,6 +290,8 @@ def test_where_reads_quotes_and_spaces(run_dir):
     (["--compact", "--by", "step"], "--by has no effect with --compact"),
     (["--export", "csv"], "argument --export: invalid choice: 'csv' (choose from "),
     (["--output", "/nowhere/x.csv", "--format", "csv"], "cannot write /nowhere/x.csv"),
+    (["--output", ""], "cannot write . ("),
+    (["--output", "/"], "cannot write / ("),
   ],
 )
 def test_bad_input_is_one_line(run_dir, capsys, arguments, line):
