@@ -25,7 +25,7 @@ EXAMPLES = """\
 examples:
   maxghost ask runs/base "What does os.path.join return?"
   maxghost ask runs/base "The capital of France is" --answer " Paris" --top 5
-  maxghost ask runs/base "def main(" --token 3 --json
+  maxghost ask runs/base "def main(" --token 3
 """
 _EXCERPT = 110  # characters
 
@@ -37,7 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("question", help="the prompt; a user's question for a run on conversations")
   add("--answer", metavar="TEXT", help="the sources of this answer; the model's own is generated otherwise")
   add("--index", type=Path, metavar="DIR", help="index of `maxghost attribute` (RUN/index)")
-  add("--top", type=int, default=10, metavar="N", help="documents shown (10)")
+  add("--top", type=int, default=10, metavar="N", help="documents shown (10; of a token up to 3)")
   add("--token", type=int, metavar="N", help="the sources of the answer's N-th token, from 1")
   add("--max_new_tokens", type=int, default=64, metavar="N", help="maximum number of tokens of an answer (64)")
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
@@ -49,6 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   for name, text in (("the question", args.question), ("--answer", args.answer)):
     if text == "":
       raise ConfigError(f"{name} is empty; write something")
+  parser.read_together(args, {"answer": ("max_new_tokens", "temperature", "seed"), "json": ("token",)})
   return args
 
 
@@ -123,7 +124,7 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
 
   tokens, documents = found["tokens"], found["documents"][: args.top]
   if args.token:
-    documents = [found["documents"][i] for i in found["token_top"][args.token - 1]]
+    documents = [found["documents"][i] for i in found["token_top"][args.token - 1][: args.top]]
   answer = Text(printable(args.question + " "), "dim")
   for i, token in enumerate(tokens):
     answer.append(printable(token["text"]), "bold reverse" if args.token == i + 1 else "bold")

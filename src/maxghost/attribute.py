@@ -55,30 +55,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
   refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
-  refuse_unknown(f"--method {args.method}: unknown", args.method, ("", CONTRIBUTION, LESS))
-  for name in ("method", "order", "directions") if not args.index else ():
-    if name in parser.given(args):
-      raise ConfigError(f"--{name} {getattr(args, name)} works on an index: give --index DIR")
+  refuse_unknown(f"--method {args.method}: unknown", args.method or CONTRIBUTION, (CONTRIBUTION, LESS))
   parser.check(args, directions=2 if args.method != LESS or args.directions else 0, rows=1, query_rows=1, top=1)
   if not args.index and not (args.data and args.queries and args.output):
     missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")
+  if RUN in args.data and len(args.data) > 1:
+    raise ConfigError(f"--data {RUN} stands for all that the run has trained on; it takes no patterns beside it")
   if args.index and not (args.data or args.queries):
     raise ConfigError("--index needs --data to write the index, or --queries to query it")
+  of_data, of_queries = ("rows", "directions"), ("query_rows", "order", "top")
+  parser.read_together(args, {}, index=("method", "order", "directions"), data=of_data, queries=of_queries)
   if args.index and args.output and (args.output.is_dir() or not args.queries):
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
-  if args.index and args.data and _holds_others(args.index):
-    raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
+  if args.index and args.data:  # an index would overwrite a run's config.yml
+    others = any(args.index.glob("*")) and not any(args.index.glob("*sketch_*.npy*"))
+    if others or args.index.is_file():
+      raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
   if args.output and args.output.is_dir() and (any(args.output.iterdir()) or args.output.samefile(".")):
     raise ConfigError(f"--output {args.output} is not empty, or it is the current folder; give a new folder")
   return args
-
-
-def _holds_others(folder: Path) -> bool:
-  """Whether a folder has files but no sketch, whole or half written; an index would overwrite a run's config.yml."""
-  if not folder.is_dir():
-    return folder.exists()
-  return any(folder.iterdir()) and not any(folder.glob("*sketch_*.npy*"))
 
 
 @guarded("maxghost")
@@ -157,6 +153,8 @@ def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) ->
     raise ConfigError(f"{bare[0]} holds no optimizer state, whose moments --method less needs")
   if args.direction:
     raise ConfigError(f"--direction {args.direction}: --method less has its own direction; leave it out")
+  if args.order != ORDERS[0]:
+    raise ConfigError(f"--order {args.order}: --method less ranks by its value; leave it out")
 
 
 def has_optimizer(path: Path) -> bool:
@@ -223,7 +221,12 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   from maxghost.attribution.numbers import number
   from maxghost.attribution.output import write_output
 
-  method = args.method or CONTRIBUTION
+  about = None if corpus is not None else open_index(args.index, list(paths))
+  method = about["method"] if about else args.method or CONTRIBUTION
+  if args.method not in ("", method):
+    raise ConfigError(f"--method {args.method}: the index was written with --method {method}; leave it out")
+  if about and method == LESS:
+    check_less(cfg, args, paths)
   if cfg.ghost.curvature == "hessian" and method == CONTRIBUTION:
     raise ConfigError("--index: ghost_curvature=hessian needs the curvature of each step; give --direction auto")
   if cfg.counts_clipping and method == CONTRIBUTION:
@@ -237,11 +240,8 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
   if not queries:
     return 0
-  about = open_index(args.index, list(paths))
-  written = about["method"]
-  if args.method not in ("", written):
-    raise ConfigError(f"--method {method}: the index was written with --method {written}; leave it out")
-  unit, way = (offline.LESS_UNIT, "LESS") if written == LESS else (offline.UNIT, f"direction {about['direction']}")
+  about = about or open_index(args.index, list(paths))
+  unit, way = (offline.LESS_UNIT, "LESS") if method == LESS else (offline.UNIT, f"direction {about['direction']}")
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
@@ -255,7 +255,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
       print(f"{rank:>6} {number(value, plus=True):>11} ± {number(error, 2):<8} {printable(place)}")
-  by = "its value" if written == LESS else args.order
+  by = "its value" if method == LESS else args.order
   print(f"\nranked by {by}; ± is the standard error; = marks ranks by nats that it does not tell apart")
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:

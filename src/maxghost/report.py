@@ -8,7 +8,6 @@ from maxghost import attribution
 from maxghost.attribution import html, live, output, terminal
 from maxghost.attribution.summary import summarize
 from maxghost.attribution.texts import Source
-from maxghost.config import ConfigError
 from maxghost.config.arguments import ACCEPT_HELP, Parser
 from maxghost.config.values import guarded
 
@@ -25,10 +24,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
   args = parser.parse(argv)
   parser.check(args, documents=0, port=0)
-  if args.watch and args.output is not None:
-    raise ConfigError("--output is for the written page; --watch writes none")
-  if args.port and not args.watch:
-    raise ConfigError(f"--port {args.port} is of the page that --watch serves; give --watch, or leave it out")
+  parser.read_together(args, {"watch": ("output",)}, watch=("port",))
   return args
 
 

@@ -1,7 +1,6 @@
 """`maxghost scores RUN_DIR --by domain|document|source|step|layer|module`: totals of the score log, best and worst."""
 
 import argparse
-import functools
 import json
 import math
 import re
@@ -13,6 +12,7 @@ import numpy as np
 
 from maxghost import attribution
 from maxghost.attribution import output, query, what_if
+from maxghost.attribution.aggregate import GROUPINGS
 from maxghost.attribution.texts import Source, print_notes
 from maxghost.attribution.where import refuse_unknown
 from maxghost.config import ConfigError
@@ -24,8 +24,6 @@ from maxghost.scorelog.export import to_parquet
 FORMATS = ("table", "json", "csv", "parquet", "ids")
 FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows only the best and worst by default
 SHOWN = 20
-DOCUMENT = ("domain", "path", "offset")
-_KEYS = {"id": ("id",), "document": DOCUMENT}  # by which dataset_exclude_file and dataset_include_file know documents
 _GROUPS = ("by", "where", "sort", "set", "scale", "output")
 # What else is read with an argument that asks for something else than a table.
 _READ_WITH = {
@@ -61,15 +59,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--drop-below", type=float, metavar="X", help="write to --output the ids of documents whose --sort is below X")
   add("--keep", default="", metavar="P%", help="with --format ids: the ids of the best P %% of the scored documents")
   add("--output", type=Path, metavar="FILE", help="output file; needed for parquet")
-  add("--export", metavar="parquet", help="the whole log as Parquet files in the folder --output (RUN_DIR/parquet)")
+  add("--export", choices=("parquet",), help="the whole log as Parquet files in the folder --output (RUN_DIR/parquet)")
   add("--what-if", default="", metavar="reward=F", help="the effect of sampled answers under another reward function")
   add("--compact", action="store_true", help="merge the score files into fewer, larger ones")
   add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
   args = parser.parse(argv)
-  _check_together(parser, args)
+  for asked, read in _READ_WITH.items():
+    parser.read_together(args, {asked: vars(args).keys() - {asked, *read, "run_dir", "accept_lost_rows"}})
   refuse_unknown(f"--format {args.format}: unknown", args.format, FORMATS)
-  if args.export not in (None, "parquet"):
-    raise ConfigError(f"--export {args.export}: the log is exported as parquet")
   if bool(args.keep) != (args.format == "ids"):
     raise ConfigError("--keep and --format ids go together: maxghost scores RUN --keep 5% --format ids --output FILE")
   share = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", args.keep)
@@ -84,15 +81,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   if args.output is None and (args.format == "parquet" or args.drop_below is not None):
     raise ConfigError(f"{'--format parquet' if args.format == 'parquet' else '--drop-below'} needs --output FILE")
   return args
-
-
-def _check_together(parser: Parser, args: argparse.Namespace) -> None:
-  """Raises ConfigError for an argument that would have no effect beside another."""
-  given = parser.given(args)
-  for asked in (name for name in _READ_WITH if name in given):
-    read = (asked, *_READ_WITH[asked], "run_dir", "accept_lost_rows")
-    if idle := [name for name in given if name not in read]:
-      raise ConfigError(f"{parser.flag(idle[0])} has no effect with {parser.flag(asked)}; leave one of them out")
 
 
 @guarded("maxghost")
@@ -111,20 +99,22 @@ def main(argv: list[str] | None = None) -> int:
     print(*to_parquet(log, args.output or args.run_dir / "parquet"), sep="\n")
     return 0
   by, top, bottom = args.by, args.top, args.bottom
-  if args.drop_below is not None or args.keep:
+  if asks_ids := args.drop_below is not None or args.keep:
     by, top, bottom = "id" if args.by == "id" else "document", None, None
   elif top is None and bottom is None and args.format == "table" and by not in FEW:
     top = bottom = SHOWN
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   print_notes(answer.notes)
-  if by == "id" and (args.drop_below is not None or args.keep) and "" in answer.columns["id"]:
+  if asks_ids and not isinstance(answer.columns[args.sort], np.ndarray):
+    raise ConfigError(f"--sort {args.sort} is no number to choose by; use contribution or per_million_tokens")
+  if asks_ids and by == "id" and "" in answer.columns["id"]:
     raise ConfigError("--by id: some records have no id; use --by document, or leave them out: --where 'id~?*'")
   if args.drop_below is not None:
     return _drop(args, answer, by)
   if args.keep:
     return _keep(args, log, answer, by)
-  as_text = {"table": output.as_table, "json": functools.partial(output.as_json, by=args.by), "csv": output.as_csv}
+  as_text = {"table": output.as_table, "json": lambda found: output.as_json(found, args.by), "csv": output.as_csv}
   if args.format == "parquet":
     output.write_parquet(answer, args.output)
   elif args.output is not None:
@@ -138,38 +128,34 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def _token_share(answer: attribution.Answer, chosen) -> float:
-  tokens = np.asarray(answer.columns["tokens"])
-  return tokens[chosen].sum() / max(tokens.sum(), 1)
-
-
-def _ids(answer: attribution.Answer, names: tuple[str, ...], chosen) -> str:
-  """Those of the chosen groups, one JSON object a line."""
+def _ids(answer: attribution.Answer, by: str, chosen: np.ndarray) -> tuple[str, str]:
+  """(ids of the chosen groups, one JSON object a line; how many documents and tokens these are)."""
+  names = GROUPINGS.get(by, (by,))
   keys = zip(*(np.asarray(answer.columns[name])[chosen].tolist() for name in names), strict=True)
-  return "".join(json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in keys)
+  lines, tokens = [json.dumps(dict(zip(names, key, strict=True))) + "\n" for key in keys], answer.columns["tokens"]
+  share = np.asarray(tokens)[chosen].sum() / max(np.sum(tokens), 1)
+  return "".join(lines), f"{len(lines):,} of {len(answer):,} scored documents, {share:.1%} of their tokens"
 
 
 def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
   """Writes the ids of the documents below the bound for `dataset_exclude_file`."""
-  if not isinstance(values := answer.columns[args.sort], np.ndarray):
-    raise ConfigError(f"--drop-below: --sort {args.sort} is no number; use contribution or per_million_tokens")
-  dropped = values < args.drop_below
-  output.write_output(args.output, _ids(answer, _KEYS[by], dropped))
+  dropped = answer.columns[args.sort] < args.drop_below
+  lines, said = _ids(answer, by, dropped)
+  output.write_output(args.output, lines)
   if not dropped.any():
     print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
     return 0
-  share, nats = _token_share(answer, dropped), np.asarray(answer.columns["contribution"])[dropped].sum()
-  said = f"{args.output}: {dropped.sum():,} of {len(answer):,} documents, {share:.1%} of the tokens, {nats:+.4g} nats"
-  print(f"{said}; to train without them: dataset_exclude_file={args.output}")
+  nats = np.asarray(answer.columns["contribution"])[dropped].sum()
+  print(f"{args.output}: {said}, {nats:+.4g} nats; to train without them: dataset_exclude_file={args.output}")
   return 0
 
 
 def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attribution.Answer, by: str) -> int:
   """Writes the ids of the best documents for `dataset_include_file`; ties and unscored documents go to stderr."""
-  if not len(answer) or not isinstance(values := answer.columns[args.sort], np.ndarray):
-    raise ConfigError(f"--keep {args.keep}: no document was scored, or --sort {args.sort} is no number")
-  count = math.ceil(len(answer) * args.percent / 100)
-  lines = _ids(answer, _KEYS[by], slice(count))
+  values = np.asarray(answer.columns[args.sort])
+  if not (count := min(math.ceil(len(answer) * args.percent / 100), int(np.isfinite(values).sum()))):
+    raise ConfigError(f"--keep {args.keep}: no document was scored, or none has a known {args.sort}")
+  lines, said = _ids(answer, by, np.arange(count))
   source, bound = Source(log.run_dir), values[count - 1]
   notes, more = source.open(log.said_of("fingerprint")), int((values[count:] == bound).sum())
   if by != "id" and source.dataset and (unscored := (total := source.dataset.num_train_documents) - len(answer)) > 0:
@@ -181,9 +167,9 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
     sys.stdout.write(lines)
     return 0
   output.write_output(args.output, lines)
-  share = _token_share(answer, slice(count))
-  said = f"{args.output}: {count:,} of {len(answer):,} scored documents, {share:.1%} of their tokens"
-  print(f"{said}, scores from {bound:+.4g} up; to train on them alone: dataset_include_file={args.output}")
+  print(
+    f"{args.output}: {said}, scores from {bound:+.4g} up; to train on them alone: dataset_include_file={args.output}"
+  )
   return 0
 
 

@@ -304,7 +304,9 @@ def test_the_command_prints_the_answer_and_its_sources(run, capsys):
     assert cli.main(["ask", str(run), PROMPT, "--max_new_tokens", "4", "--top", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert cli.main(["ask", str(run / "checkpoints" / "6"), PROMPT, "--answer", ANSWER, "--token", "2"]) == 0
-  shown = capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert cli.main(["ask", str(run), PROMPT, "--answer", ANSWER, "--token", "2", "--top", "1"]) == 0
+  assert (shown.count("notes.jsonl:"), capsys.readouterr().out.count("notes.jsonl:")) == (3, 1)
   assert ANSWER in shown and "of token 2" in shown and "notes:notes.jsonl:" in shown
   assert 1 <= len(found["tokens"]) <= 4 and len(found["documents"]) >= 3 and found["notes"] == []
   first = found["documents"][0]
@@ -407,6 +409,8 @@ def test_what_the_log_does_not_know_is_said(key, known, note, run, tmp_path, cap
     ((".", "q", "--top", "0"), "--top 0: at least 1"),
     ((".", "q", "--seed", str(-1 << 64)), "--seed -18446744073709551616: at least"),
     ((".", "q", "--answr", "x"), "did you mean '--answer'"),
+    ((".", "q", "--answer", "x", "--temperature", "0.5"), "--temperature has no effect with --answer"),
+    ((".", "q", "--token", "2", "--json"), "--token has no effect with --json; leave one of them out"),
     (("absent", "q"), "does not exist"),
   ],
 )

@@ -397,7 +397,7 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
     offline.build_index(CFG, iter([Point(3, None, "x")]), corpora[0], tmp_path, 2, 2, 2, method)
   assert not any(tmp_path.iterdir())
   (tmp_path / ".sketch_3.npy.17.tmp").touch()  # of a command that was killed while it wrote
-  assert not attribute._holds_others(tmp_path)
+  attribute.parse(["run", "--data", "a=b", "--index", str(tmp_path)])  # may be written again
   with pytest.raises(ConfigError, match="gradient of the corpus is not finite"):
     offline.build_index(CFG, iter([Point(3, None, "x")]), corpora[0], tmp_path, 2, 2, 2, method)
   assert not any(tmp_path.iterdir())
@@ -453,9 +453,19 @@ def test_an_index_of_other_checkpoints_is_refused(tmp_path):
     (["run", "--data", "a=b", "--output", "out"], "--queries is missing"),
     (["run", "--data", "a=b", "--index", "i", "--output", "out"], "the JSON file for the answer"),
     (["run", "--index", "i"], "needs --data"),
+    (["run", "--index", "i", "--method", "x"], "--method x: unknown; there are contribution, less"),
     (["run", "--data", "a=b", "--queries", "c=d", "--output", "full"], "is not empty"),
-    (["run", "--data", "a=b", "--queries", "c=d", "--output", "out", "--order", "nats"], "--order nats works on"),
-    (["run", "--data", "a=b", "--queries", "c=d", "--output", "o", "--directions", "8"], "--directions 8 works on an"),
+    (
+      ["run", "--data", "a=b", "--queries", "c=d", "--output", "out", "--order", "nats"],
+      "--order has no effect without --index",
+    ),
+    (["run", "--data", "a=b", "--queries", "c=d", "--output", "o", "--directions", "8"], "no effect without --index"),
+    (["run", "--index", "i", "--queries", "a=b", "--directions", "8"], "--directions has no effect without --data"),
+    (["run", "--index", "i", "--queries", "a=b", "--rows", "4"], "--rows has no effect without --data; leave it out"),
+    (["run", "--index", "i", "--data", "a=b", "--query-rows", "4"], "--query-rows has no effect without --queries"),
+    (["run", "--index", "i", "--data", "a=b", "--top", "4"], "--top has no effect without --queries"),
+    (["run", "--index", "i", "--data", "a=b", "--order", "nats"], "--order has no effect without --queries"),
+    (["run", "--index", "i", "--data", "run", "a=b"], "--data run stands for all that the run has trained on"),
     (["run", "--data", "a=b", "--index", "run"], "--index run holds something else than an index"),
     (["run", "--data", "a=b", "--index", "run/config.yml"], "holds something else than an index"),
     (["run", "--queris", "a=b"], "did you mean '--queries'"),

@@ -19,6 +19,7 @@ from attribution_runs import make_run
 from maxghost import attribution, report, scores
 from maxghost.attribution import aggregate, query
 from maxghost.attribution.query import Query, ask
+from maxghost.attribution.summary import summarize
 from maxghost.attribution.where import Where
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
@@ -189,6 +190,55 @@ def test_intervals_by_hand(tmp_path):
   assert np.isnan(ask(log, Query(by="step")).columns["half_width"]).all()
 
 
+def test_intervals_count_scored_steps_only(tmp_path):
+  """With ghost_every=2 every second step only measures what the one before it did; the report says the same."""
+  log = attribution.load(make_run(tmp_path / "all", *SYNTHETIC, steps=8, rows_per_step=30, closing=False))
+  for every in (1, 2):
+    writer = Writer(tmp_path / f"every{every}", log.val_sets)
+    writer.restore(None)
+    for number, record in enumerate(log.steps):
+      at = log["step"] == record["step"]
+      rows = {name: log[name][at] for name in ("tokens", "loss", "dot", "contribution", "share")}
+      documents = list(zip(log["domain"][at], log["path"][at], log["offset"][at].tolist(), strict=True))
+      about = {name: record[name] for name in ("learning_rate", "loss", "val_loss", "predicted_examples")}
+      writer.append({"step": every * number, **about}, rows, documents)
+      if every == 2 or number == 7:
+        writer.append({"step": every * number + 1, "prev_val_loss": record["val_loss"] - 0.1}, {}, [])
+    writer.close()
+    found, whole = (
+      ask(attribution.load(path), Query()).columns for path in (tmp_path / f"every{every}", tmp_path / "all")
+    )
+    np.testing.assert_allclose(found["half_width"], whole["half_width"], rtol=1e-9)
+    (part,) = summarize(attribution.load(tmp_path / f"every{every}")).sets
+    known = dict(zip(whole["domain"], whole["half_width"], strict=True))
+    for value in part.domains:
+      assert value.half_width == pytest.approx(known[value.domain], rel=1e-9)
+
+
+def test_unknown_values_are_neither_best_nor_worst(run_dir):
+  """A document with one chunk has no interval: it stands behind all that have one, from either end."""
+  log = attribution.load(run_dir)
+  half_width = ask(log, Query(by="document")).columns["half_width"]
+  known = np.sort(half_width[np.isfinite(half_width)])
+  assert 3 < len(known) < len(half_width)
+  some = ask(log, Query(by="document", top=2, bottom=3, sort="half_width")).columns["half_width"]
+  np.testing.assert_array_equal(some, [*known[::-1][:2], *known[:3]])
+  both = ask(log, Query(by="document", top=1, bottom=10**6, sort="half_width"))
+  assert len(both) == both.num_groups
+  np.testing.assert_array_equal(both.columns["half_width"][1 : len(known)], known[:-1])
+  assert np.isnan(both.columns["half_width"][len(known) :]).all()
+
+
+def test_only_documents_with_a_known_value_are_kept(run_dir, capsys):
+  half_width = ask(attribution.load(run_dir), Query(by="document")).columns["half_width"]
+  known = np.sort(half_width[np.isfinite(half_width)])
+  assert scores.main([str(run_dir), "--keep", "100%", "--format", "ids", "--sort", "half_width"]) == 0
+  assert len(capsys.readouterr().out.splitlines()) == len(known) < len(half_width)
+  assert scores.main([str(run_dir), "--keep", "9%", "--format", "ids", "--by", "id", "--sort", "id"]) == 2
+  assert scores.main([str(run_dir), "--keep", "9%", "--format", "ids", "--sort", "path"]) == 2
+  assert "--sort path is no number to choose by" in capsys.readouterr().err
+
+
 def test_best_and_worst(run_dir):
   log = attribution.load(run_dir)
   whole = ask(log, Query(by="document")).columns["contribution"]
@@ -211,6 +261,8 @@ def test_where_reads_quotes_and_spaces(run_dir):
   assert bracketed.holds(["notes[1].txt", "notes1.txt"]).tolist() == [True, False]
   (unclosed,) = Where("path='tis.txt").conditions
   assert unclosed.value == "'tis.txt"
+  with np.errstate(over="raise"):  # float32 has no such number
+    assert Where("loss<1e39").holds("loss", np.ones(2, np.float32)).all()
 
 
 @pytest.mark.parametrize(
@@ -236,8 +288,10 @@ def test_where_reads_quotes_and_spaces(run_dir):
     (["--export", "parquet", "--where", "step=1"], "--where has no effect with --export; leave one of them out"),
     (["--what-if", "reward=x", "--format", "json"], "--format has no effect with --what-if"),
     (["--compact", "--by", "step"], "--by has no effect with --compact"),
-    (["--export", "csv"], "--export csv: the log is exported as parquet"),
+    (["--export", "csv"], "argument --export: invalid choice: 'csv' (choose from "),
     (["--output", "/nowhere/x.csv", "--format", "csv"], "cannot write /nowhere/x.csv"),
+    (["--output", ""], "cannot write . ("),
+    (["--output", "/"], "cannot write / ("),
   ],
 )
 def test_bad_input_is_one_line(run_dir, capsys, arguments, line):

@@ -270,7 +270,7 @@ def test_a_run_of_absurd_size_is_refused_at_once(argv, capsys):
 @pytest.mark.parametrize(
   ("argv", "said"),
   [
-    ("report . --port 80", "--port 80 is of the page that --watch serves"),
+    ("report . --port 80", "--port has no effect without --watch; leave it out"),
     ("data shwo", "invalid choice: 'shwo'"),
     ("data show steps=1 --naer", "unknown argument '--naer'"),
     ("data duplicates --naer", "unknown argument '--naer'; did you mean '--near'?"),
@@ -340,6 +340,25 @@ def test_ctrl_c_while_commands_are_imported_ends_them_at_once(module, argv):
   """
   done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
   assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("argv", ["attribute run", "scores run", "train"])
+def test_ctrl_c_in_a_computation_of_jax_does_not_wait_for_its_threads(argv):
+  """They would still compute while the interpreter takes itself down, which crashed. Training ends between steps."""
+  code = f"""
+    import atexit, sys
+    from types import ModuleType
+    from maxghost import __main__, cli
+
+    cli.main = lambda: print("interrupted", end="") or 130
+    atexit.register(print, ", then the end of the interpreter", end="")
+    sys.modules |= {{}} if "scores" in {argv!r} else {{"jax": ModuleType("jax")}}
+    sys.argv[1:] = {argv.split()}
+    sys.exit(__main__.main())
+  """
+  done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+  ended = "" if "attribute" in argv else ", then the end of the interpreter"
+  assert (done.returncode, done.stdout, done.stderr) == (130, f"interrupted{ended}", "")
 
 
 @pytest.mark.parametrize(

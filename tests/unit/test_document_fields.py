@@ -275,7 +275,7 @@ def test_what_hurts_is_dropped_from_the_next_run_in_one_command(run_dir, corpus,
   file = tmp_path / "exclude.jsonl"
   assert scores.main([str(run_dir), "--drop-below", "0", "--output", str(file)]) == 0
   said = capsys.readouterr().out
-  assert "5 of 12 documents, 41.7% of the tokens, -15 nats" in said and f"dataset_exclude_file={file}" in said
+  assert "5 of 12 scored documents, 41.7% of their tokens, -15 nats" in said and f"dataset_exclude_file={file}" in said
   assert scores.main([str(run_dir), "--drop-below", "-99", "--output", str(tmp_path / "none")]) == 0
   assert "empty, since none of 12 documents is below -99" in capsys.readouterr().out
   by_place = data.load_dataset(dataclasses.replace(corpus, dataset_exclude_file=str(file))).parts[0].split.excluded
@@ -303,8 +303,9 @@ def test_the_next_run_trains_on_the_best_share_alone(run_dir, corpus, tmp_path, 
   assert "4 of 12 scored documents, 33.3% of their tokens" in said.out and f"dataset_include_file={file}" in said.out
   log = attribution.load(run_dir)
   best = ask(log, Query(by="document", top=4, bottom=0))
-  names = (best.columns[name] for name in scores.DOCUMENT)
-  expected = [dict(zip(scores.DOCUMENT, key, strict=True)) for key in zip(*names, strict=True)]
+  names = ("domain", "path", "offset")
+  keys = zip(*(best.columns[name] for name in names), strict=True)
+  expected = [dict(zip(names, key, strict=True)) for key in keys]
   assert [json.loads(text) for text in file.read_text().splitlines()] == expected
   assert scores.main([*asked, str(ids), "--by", "id"]) == 0
   assert {*json.loads(ids.read_text().splitlines()[0])} == {"id"}

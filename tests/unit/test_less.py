@@ -159,7 +159,16 @@ def test_what_less_is_not_defined_for(tmp_path, capsys):
   config.save(config.replace(CFG, opt_type="sgd", ghost_direction="sgd"), run / "config.yml")
   index = ["--index", str(tmp_path / "index"), "--data", "a=x"]
   for arguments, said in {
-    ("--method", "less", "--data", "a=x", "--queries", "q=y", "--output", "z"): "--method less works on an index: give",
+    (
+      "--method",
+      "less",
+      "--data",
+      "a=x",
+      "--queries",
+      "q=y",
+      "--output",
+      "z",
+    ): "--method has no effect without --index",
     ("--method", "lass", *index): "--method lass: unknown; did you mean 'less'?",
     ("--directions", "0", *index): "--directions 0: at least 2",
     ("--method", "less", *index): "--method less needs the moments of AdamW; the run has opt_type=sgd",
@@ -173,5 +182,8 @@ def test_what_less_is_not_defined_for(tmp_path, capsys):
     with pytest.raises(config.ConfigError, match="3 holds no optimizer state, whose moments --method less needs"):
       attribute.check_less(cfg, args, {3: run / "checkpoints" / "3"})
     with pytest.raises(config.ConfigError, match="--direction sgd: --method less has its own direction"):
+      attribute.check_less(cfg, args, {4: run / "checkpoints" / "4"})
+    args = attribute.parse([str(run), "--method", "less", *index, "--queries", "q=y", "--order", "nats"])
+    with pytest.raises(config.ConfigError, match="--order nats: --method less ranks by its value"):
       attribute.check_less(cfg, args, {4: run / "checkpoints" / "4"})
   assert json.dumps(offline.LESS_UNIT) and less.Less

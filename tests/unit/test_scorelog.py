@@ -388,6 +388,9 @@ def test_export_to_parquet(tmp_path, capsys):
   (whole,) = log.modules()
   total = np.nansum(whole.contribution_SMLDK[..., 1])
   assert sum(modules["contribution[exams]"].to_pylist()) == pytest.approx(float(total), rel=1e-5)
+  other = make_run(tmp_path / "other", "dataset_type=synthetic", "ghost_val_sets=words", steps=4, modules=False)
+  to_parquet(attribution.load(other), tmp_path / "out")  # no module of the run before stays
+  assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rows.parquet", "steps.parquet"]
 
 
 def test_a_log_without_predicted_and_measured_drops_has_no_ledger(tmp_path, capsys):
@@ -414,6 +417,22 @@ def test_the_loss_after_the_last_step_is_no_step_of_its_own(tmp_path):
   writer.append({"step": 2, "prev_val_loss": 1.0}, {}, [])
   writer.close()
   assert summarize(attribution.load(tmp_path)).num_steps == 2
+
+
+def test_a_file_that_a_compaction_replaces_while_it_is_read_is_noticed(tmp_path):
+  """Its first rows are those of other files by then; two compactions at once would write them down."""
+  run = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", steps=59)
+  log = attribution.load(run)
+  blocks = log.blocks()
+  read = [next(blocks)]
+  assert scores.main([str(run), "--compact"]) == 0
+  with pytest.raises(ConfigError, match="changed while it was read; try again"):
+    read += [*blocks]
+  with pytest.raises(ConfigError, match="was written again while it was read"):
+    list(log.shards[-1].blocks())
+  with pytest.raises(ConfigError, match="was written again while it was read"):
+    _ = log.shards[-1].modules
+  assert len(read) == 1 and attribution.load(run).num_rows == log.num_rows
 
 
 @pytest.mark.parametrize("name", ["fingerprint", "direction"])
@@ -445,9 +464,13 @@ def test_names_of_files_that_are_no_utf8_are_exported(tmp_path):
   writer, name = Writer(tmp_path, period=1), os.fsdecode(b"caf\xe9")
   one = np.ones(1)
   rows = {"tokens": one, "loss": one, "dot": one[:, None], "contribution": one[:, None]}
-  writer.append({"step": 0}, rows, [("code", name, 0)])
+  modules = {"names": ["mlp"], "domains": [name], "contribution": np.ones((1, 1, 1, 1))}
+  writer.append({"step": 0}, rows, [("code", name, 0)], modules=modules)
   log = attribution.load(tmp_path)
   to_parquet(log, tmp_path / "out")
+  assert pq.read_table(tmp_path / "out" / "modules.parquet").to_pylist() == [
+    {"step": 0, "module": "mlp", "domain": "caf?", "layer": 0, "contribution": 1.0}
+  ]
   assert pq.read_table(tmp_path / "out" / "rows.parquet")["path"].to_pylist() == ["caf?"]
   assert log.to_pandas()["path"].tolist() == ["caf?"] and log["path"].tolist() == [name]
 

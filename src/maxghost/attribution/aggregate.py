@@ -122,7 +122,7 @@ class GroupSums:
 class TimeSums:
   """Accumulator of the columns C over passes E through the data, domains D and bins B of steps: sums_CEDB.
 
-  The last pass also counts later ones. edges: B + 1 ascending steps; bin b holds edges[b] <= step < edges[b + 1].
+  The last pass also counts later ones. edges: B + 1 ascending steps; the inner ones begin the bins after the first.
   """
 
   def __init__(self, log: ScoreLog, edges: np.ndarray):
@@ -131,8 +131,8 @@ class TimeSums:
 
   def add(self, shard, rows: np.ndarray):
     domain = np.searchsorted(np.array(self.domains, np.str_), shard.texts("domain"))[rows["domain"]]
-    places = (np.clip(rows["epoch"], 0, NUM_PASSES - 1), domain, np.searchsorted(self.edges, rows["step"], "right") - 1)
-    cell = np.ravel_multi_index(places, self.sums_CEDB.shape[1:])
+    epoch, step = np.clip(rows["epoch"], 0, NUM_PASSES - 1), np.searchsorted(self.edges[1:-1], rows["step"], "right")
+    cell = np.ravel_multi_index((epoch, domain, step), self.sums_CEDB.shape[1:])
     for total, values in zip(self.sums_CEDB, _values(rows).T, strict=False):
       total += np.bincount(cell, values, total.size).reshape(total.shape)
 
@@ -149,6 +149,13 @@ def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.n
   names = [f"layer {layer}" for layer in range(value_XL.shape[1])]
   names += [name for name, stacked in zip(modules.names, inside, strict=True) if not stacked]
   return names, np.concatenate([value_XL, value_XML[:, ~inside, 0]], 1)
+
+
+def scored_steps(log: ScoreLog) -> np.ndarray:
+  """The steps that were scored, not only measured after another; all where the log does not tell."""
+  predicted = np.isfinite(log.steps["predicted_examples"]).any(-1)
+  scored = predicted if predicted.any() else np.isfinite(log.steps["loss"])
+  return log.steps["step"][scored if scored.any() else ~scored]
 
 
 def step_edges(steps: np.ndarray, num_bins: int) -> np.ndarray:

@@ -47,10 +47,8 @@ def console(pipe_width: int | None = PIPE_WIDTH) -> Iterator[Any]:
 
 
 def as_table(answer: Answer) -> str:
-  from rich.console import Console
-
-  file = io.StringIO()
-  show(answer, Console(file=file, width=PIPE_WIDTH))
+  with contextlib.redirect_stdout(io.StringIO()) as file, console() as made:
+    show(answer, made)
   return file.getvalue()
 
 

@@ -117,7 +117,7 @@ def ask(log: ScoreLog, query: Query) -> Answer:
 
 def _by_rows(log: ScoreLog, query: Query, where: Where, k: int, notes: list[str]) -> dict:
   groups = aggregate.GroupSums(log, query.by)
-  steps = log.steps["step"]
+  steps = aggregate.scored_steps(log)
   time = aggregate.TimeSums(log, aggregate.step_edges(steps[where.holds("step", steps)], statistics.NUM_BLOCKS))
   accumulators = [groups, time] if query.by == "domain" else [groups]
   notes += aggregate.scan(log, accumulators, where if where.conditions else None, _scaling(log, query.scale))
@@ -185,11 +185,12 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
 def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:
   """(indices of the groups to show, number of best groups among them)."""
   refuse_unknown(f"--sort {query.sort}: no column of --by {query.by}", query.sort, columns)
-  values = columns[query.sort]
-  if query.sort in MEASURES:
-    values = -np.where(np.isfinite(values), values, -np.inf).astype(np.float64)
-  order = np.argsort(values, kind="stable")
+  values, measured = columns[query.sort], query.sort in MEASURES
+  known = np.isfinite(values) if measured else np.ones(len(values), bool)
+  order = np.argsort(-np.where(known, values, -np.inf) if measured else values, kind="stable")
   if query.top is None and query.bottom is None:
     return order, len(order)
   top = min(query.top or 0, len(order))
-  return np.concatenate([order[:top], order[max(top, len(order) - (query.bottom or 0)) :][::-1]]), top
+  worst = order[top:][::-1]  # unknown values are neither best nor worst
+  worst = np.concatenate([worst[known[worst]], worst[~known[worst]]])[: query.bottom or 0]
+  return np.concatenate([order[:top], worst]), top

@@ -80,10 +80,6 @@ class Ledger(NamedTuple):
     return sum(value for value in self.columns.values() if value is not None)
 
   @property
-  def first_order(self) -> float:
-    return self.columns_sum - (self.ahead or 0.0)
-
-  @property
   def predicted(self) -> float:
     """First order and curvature."""
     return self.columns_sum + (self.curvature or 0.0)
@@ -117,10 +113,6 @@ class PassTable(NamedTuple):
   tokens: np.ndarray
   contribution_EK: np.ndarray
   expected_EK: np.ndarray
-
-  @property
-  def has_repeats(self) -> bool:
-    return bool(self.rows[1:].sum())
 
 
 class Duplicates(NamedTuple):
@@ -190,21 +182,24 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   steps = log.steps
   if not log.num_rows:
     raise ConfigError(f"run_dir={log.run_dir}: the score log holds {len(steps)} steps but no scored document yet")
-  time = TimeSums(log, aggregate.step_edges(steps["step"], CURVE_BINS))
+  scored = aggregate.scored_steps(log)
+  edges = aggregate.step_edges(scored, CURVE_BINS)
+  edges[-1] = steps["step"][-1] + 1  # curves reach to the last measurement
+  time = TimeSums(log, edges)
   documents = aggregate.GroupSums(log, "document")
   left_out = aggregate.scan(log, [time, documents])
   groups = documents.result()
   metrics, samples, messages = read_metrics(log.run_dir / "metrics.jsonl")
   messages = [*log.messages, *messages, *(left_out or _check_sums(log, time))]
-  picked = [_pick(groups, k, num_documents) for k in range(len(log.val_sets))]
+  judged_G = (groups.exposures >= MIN_CHUNKS) & (groups.tokens > 0)
+  picked = [_pick(groups, judged_G, k, num_documents) for k in range(len(log.val_sets))]
   keys = [groups.take(np.unique(np.concatenate(list(lists.values())))).document_ids() for lists in picked]
-  texts, marked = {}, {}
+  texts, marked, sets = {}, {}, []
   if source is not None:
     messages += source.open(log.said_of("fingerprint"))
     texts = source.find({key for some in keys for key in some})
     marked, said = token_values.find(log.run_dir, keys, log.checksums("tokens_crc"), log.accept_lost_rows)
     messages += said
-  sets, num_judged = [], int(_is_judged(groups).sum())
   for k, lists in enumerate(picked):
     loss_S, before_S = steps["val_loss"][:, k], steps["prev_val_loss"][:, k]
     known = np.isfinite(loss_S)
@@ -212,7 +207,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     shown = {name: _documents(groups.take(index), k, texts, marked) for name, index in lists.items()}
     sets.append(SetSummary(
       name=log.val_sets[k], index=k, ledger=_ledger(log, k), val_loss=Series(steps["step"][known], loss_S[known]),
-      num_renewals=num_renewals, domains=_domains(time, k), num_judged=num_judged, time=time,
+      num_renewals=num_renewals, domains=_domains(time, k), num_judged=int(judged_G.sum()), time=time,
       heat_map=_heat_map(log, time, k), **shown,
     ))  # fmt: skip
   num_tokens = int(time.sums_DB("tokens").sum())
@@ -222,27 +217,21 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     name=log.run_dir.resolve().name, run_dir=log.run_dir, messages=messages, sets=sets,
     train_loss=metrics.get("learning/loss", Series(known["step"], known["loss"])),
     eval_loss=metrics.get("eval/avg_loss", empty), reward=metrics.get("rollout/reward", empty),
-    num_steps=int(np.isfinite(steps["predicted_examples"]).any(-1).sum()) or len(known) or len(steps),
-    num_documents=len(groups), num_tokens=num_tokens, facts=_facts(log, metrics, counts),
-    config=read_mapping(log.run_dir / "config.yml"), passes=_passes(time),
+    num_steps=len(scored), num_documents=len(groups), num_tokens=num_tokens,
+    facts=_facts(log, metrics, counts), config=read_mapping(log.run_dir / "config.yml"), passes=_passes(time),
     duplicates=_duplicates(source and source.dataset, groups), samples=samples,
   )  # fmt: skip
 
 
-def _is_judged(groups: Groups) -> np.ndarray:
-  """bool[G]: whether a document has enough chunks for its interval to rank it."""
-  return (groups.exposures >= MIN_CHUNKS) & (groups.tokens > 0)
-
-
-def _pick(groups: Groups, k: int, num_documents: int) -> dict[str, np.ndarray]:
-  """{list of SetSummary: indices of its documents}."""
+def _pick(groups: Groups, judged_G: np.ndarray, k: int, num_documents: int) -> dict[str, np.ndarray]:
+  """{list of SetSummary: indices of its documents}. judged_G: whether a document's interval may rank it."""
   total, half_width = groups.contribution_GK[:, k], groups.half_width_GK[:, k]
   picked = {
     "top": np.argsort(-total, kind="stable")[: min(num_documents, (len(groups) + 1) // 2)],
     "bottom": np.argsort(total, kind="stable")[: min(num_documents, len(groups) // 2)],
   }
   for name, sign in (("helped", 1), ("hurt", -1)):
-    sure = np.where(_is_judged(groups), (sign * total - half_width) / np.maximum(groups.tokens, 1), 0.0)
+    sure = np.where(judged_G, (sign * total - half_width) / np.maximum(groups.tokens, 1), 0.0)
     order = np.argsort(-sure, kind="stable")[:num_documents]
     picked[name] = order[sure[order] > 0]
   return picked

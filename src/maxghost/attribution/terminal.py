@@ -33,9 +33,9 @@ def show(summary: Summary, console: Console):
       ("with the largest totals", "", part.top),
       ("with the smallest totals", "", part.bottom),
     ):
-      if sentence or values:
+      if part.top and (sentence or values):  # else no documents are asked for
         console.print(_text(f"\nDocuments {title}", style="bold"))
-      if sentence:
+      if part.top and sentence:
         console.print(_text(sentence))
       if values:
         console.print(_documents(values))

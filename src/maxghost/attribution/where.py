@@ -38,7 +38,8 @@ class Condition(NamedTuple):
   def holds(self, values) -> np.ndarray:
     """bool per value of the column."""
     if "~" not in self.operator:
-      return _OPERATORS[self.operator](np.asarray(values), self.value)
+      with np.errstate(over="ignore"):  # the columns are float32, which has no number like 1e39
+        return _OPERATORS[self.operator](np.asarray(values), self.value)
     pattern = str(self.value).replace("[", "[[]")  # a bracket is one, as in the names of files
     matches = np.array([fnmatch.fnmatchcase(str(name), pattern) for name in values], bool)
     return ~matches if self.operator == "!~" else matches

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from maxghost.config.values import MOST, ConfigError, did_you_mean
@@ -48,6 +48,14 @@ class Parser(argparse.ArgumentParser):
   def given(self, args: argparse.Namespace) -> list[str]:
     """Names of the arguments with another value than their default."""
     return [name for name, value in vars(args).items() if value != self.get_default(name)]
+
+  def read_together(self, args: argparse.Namespace, beside: Mapping[str, Iterable[str]], **without: Iterable[str]):
+    """Raises ConfigError for a given argument without effect: {another: those that have none beside, without it}."""
+    given = self.given(args)
+    for word, table, end in (("with", beside, "one of them"), ("without", without, "it")):
+      for other, names in table.items():
+        if (other in given) == (word == "with") and (idle := [name for name in given if name in names]):
+          raise ConfigError(f"{self.flag(idle[0])} has no effect {word} {self.flag(other)}; leave {end} out")
 
   def flag(self, name: str) -> str:
     """As it is typed: `--query-rows` of query_rows."""

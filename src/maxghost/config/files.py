@@ -33,7 +33,7 @@ def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[Binar
   block raises. Raises OSError.
   """
   path = Path(path)
-  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+  temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
   try:
     with naming("", path), open(temporary, "w+b") as file:
       yield file

@@ -25,9 +25,10 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   try:
     folder.mkdir(parents=True, exist_ok=True)
     for name, tables in sources.items():
-      if (first := next(tables, None)) is None:
-        continue
       path = folder / f"{name}.parquet"
+      if (first := next(tables, None)) is None:
+        path.unlink(missing_ok=True)  # of an earlier export here
+        continue
       schema = pa.table(first).schema.with_metadata(metadata)
       with write_whole(path) as file, parquet.ParquetWriter(file, schema) as writer:
         writer.write_table(pa.table(first, schema=schema))
@@ -52,6 +53,6 @@ def _modules(log: ScoreLog) -> Iterator[dict]:
   """Long form, one row per step, module, layer and domain, without the cells that do not exist."""
   for part in log.modules():
     step, module, layer, domain = np.nonzero(np.isfinite(part.contribution_SMLDK).any(-1))
-    names = {"module": np.array(part.names)[module].tolist(), "domain": np.array(part.domains)[domain].tolist()}
+    names = {"module": np.array(part.names)[module], "domain": np.array(for_others(part.domains))[domain]}
     values = {"layer": layer.astype(np.int32), "contribution": part.contribution_SMLDK[step, module, layer, domain]}
     yield {"step": part.steps[step], **names, **columns_of(values, log.val_sets)}

@@ -47,9 +47,8 @@ def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
       raise ConfigError(f"run_dir={run_dir}: scores are lost: {'; '.join(lost[:SHOWN_LOSSES] + more)}. {way}")
     log.messages += [f"lost: {sentence}" for sentence in lost]
     return log
-  is_run = (run_dir / "config.yml").is_file()
-  nothing = "no score files" if is_run else "not a run of maxghost (no config.yml, no scores)"
-  found = "".join(_unread(folder)) or nothing
+  foreign = "" if (run_dir / "config.yml").is_file() else "not a run of maxghost (no config.yml, no scores)"
+  found = "".join(_unread(folder)) or foreign or "no score files"
   raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
 
 

@@ -103,6 +103,7 @@ class Shard:
     with self._reading(), open(path, "rb") as file:
       _check_seal(file)
       with zipfile.ZipFile(file) as archive:
+        self._seal = archive.comment
         self.meta = json.loads(str(np.lib.format.read_array(io.BytesIO(archive.read("meta.npy")))))
         if (version := self.meta["schema_version"]) not in (fmt.SCHEMA_VERSION - 1, fmt.SCHEMA_VERSION):
           reads = f"this maxghost reads up to {fmt.SCHEMA_VERSION}; update maxghost"
@@ -130,8 +131,15 @@ class Shard:
     except DAMAGE as error:
       raise DamagedShard(f"{self.path.name}: {error or type(error).__name__}") from error
 
-  def _table(self, name: str) -> np.ndarray:
+  @contextlib.contextmanager
+  def _archive(self) -> Iterator[zipfile.ZipFile]:
     with self._reading(), zipfile.ZipFile(self._source) as archive:
+      if archive.comment != self._seal:
+        raise ValueError("was written again while it was read, as by a compaction")
+      yield archive
+
+  def _table(self, name: str) -> np.ndarray:
+    with self._archive() as archive:
       return np.lib.format.read_array(io.BytesIO(archive.read(f"{name}.npy")))
 
   def texts(self, name: str) -> np.ndarray:
@@ -155,7 +163,7 @@ class Shard:
 
   def blocks(self, block_rows: int = fmt.BLOCK_ROWS) -> Iterator[np.ndarray]:
     """The rows in order, at most `block_rows` at a time, read-only."""
-    with self._reading(), zipfile.ZipFile(self._source) as archive, archive.open("rows.npy") as member:
+    with self._archive() as archive, archive.open("rows.npy") as member:
       _row_header(member)
       for start in range(0, self.num_rows, block_rows):
         size = min(block_rows, self.num_rows - start) * self._dtype.itemsize
