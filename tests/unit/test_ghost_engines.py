@@ -330,6 +330,15 @@ def test_nothing_to_score_is_named(engine):
       ghost.GhostEngine(engine=engine, exclude=exclude).score(model, batch, batch, loss_fn=squares)
 
 
+@pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
+def test_complex_parameters_are_refused(engine):
+  """Products of complex gradients are complex numbers, and no change of the loss."""
+  model = nnx.Linear(4, 3, param_dtype=jnp.complex64, dtype=jnp.complex64, rngs=nnx.Rngs(0))
+  batch = {"x": np.ones((5, 4), np.float32)}
+  with pytest.raises(ValueError, match="complex Params have no scores"):
+    ghost.GhostEngine(engine=engine).score(model, batch, batch, loss_fn=lambda m, b: jnp.abs(m(b["x"])).sum(-1))
+
+
 def test_a_call_under_jit_and_a_list_in_a_layer_are_named():
   model, batch = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), {"x": np.ones((5, 4), np.float32)}
   with pytest.raises(ValueError, match=r"call it outside of jax\.jit, nnx\.jit"):

@@ -59,8 +59,7 @@ class Twin:
 
 def split(model: nnx.Module):
   """(params, rest) of a model, for `Twin.merge`."""
-  _, params, rest = nnx.split(model, nnx.Param, ...)
-  return params, rest
+  return nnx.split(model, nnx.Param, ...)[1:]
 
 
 def attach(

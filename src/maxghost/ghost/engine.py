@@ -128,6 +128,8 @@ class GhostEngine:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
       raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
+    if any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params)):
+      raise ValueError("complex Params have no scores: keep their real and imaginary parts in Params of their own")
     identity, held = _identity(loss_fn)
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
