@@ -9,6 +9,7 @@ import foreign
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import oracles
 import pytest
 import tiny
@@ -309,10 +310,33 @@ def test_arguments_that_are_missing_or_no_batch_are_named():
     "train_batch must hold arrays .*; it holds nothing": (None, batch, squares),
     "val_batch must hold arrays .*; it holds nothing": (batch, [batch, {}], squares),
     "val_batch must hold arrays .*; it holds a scalar": (batch, {"x": np.float32(1)}, squares),
+    "train_batch must hold arrays .*; it holds a scalar$": ({**batch, "z": np.float32(1)}, batch, squares),
+    "val_batch must hold arrays .*; it holds arrays of 1 and 5 rows": (batch, {**batch, "z": np.ones((1, 4))}, squares),
   }
   for message, (train, val, loss_fn) in wrong.items():
     with pytest.raises(ValueError, match=message):
       ghost.GhostEngine().score(model, train, val, loss_fn=loss_fn)
+  optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+  for state in (optimizer, optimizer.opt_state):
+    with pytest.raises(ValueError, match=r"needs state=AdamState.from_optax\(optimizer\)"):
+      ghost.GhostEngine(direction="adam").score(model, batch, batch, loss_fn=squares, state=state)
+
+
+@pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
+def test_nothing_to_score_is_named(engine):
+  batch = {"x": np.ones((5, 4), np.float32)}
+  for model, exclude in ((nnx.Linear(4, 3, rngs=nnx.Rngs(0)), ("*",)), (nnx.Dropout(0.0), ())):
+    with pytest.raises(ValueError, match=r"^exclude=\*? leaves no parameter to score; paths: (bias, kernel|none)"):
+      ghost.GhostEngine(engine=engine, exclude=exclude).score(model, batch, batch, loss_fn=squares)
+
+
+@pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
+def test_complex_parameters_are_refused(engine):
+  """Products of complex gradients are complex numbers, and no change of the loss."""
+  model = nnx.Linear(4, 3, param_dtype=jnp.complex64, dtype=jnp.complex64, rngs=nnx.Rngs(0))
+  batch = {"x": np.ones((5, 4), np.float32)}
+  with pytest.raises(ValueError, match="complex Params have no scores"):
+    ghost.GhostEngine(engine=engine).score(model, batch, batch, loss_fn=lambda m, b: jnp.abs(m(b["x"])).sum(-1))
 
 
 def test_a_call_under_jit_and_a_list_in_a_layer_are_named():

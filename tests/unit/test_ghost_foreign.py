@@ -335,54 +335,6 @@ def test_a_model_may_hold_arrays_in_lists_and_dicts(mlp):
   assert oracles.relative_error(result.dot, expected) < 1e-5
 
 
-def stacked(rngs):
-  make = nnx.vmap(lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
-  return make(jax.random.split(rngs.params(), 3))
-
-
-def through_a_cast(layer, x):
-  nnx.update(layer, jax.tree.map(lambda w: w.astype(jnp.bfloat16), nnx.state(layer, nnx.Param)))
-  return layer(x)
-
-
-def through_scan(layers, x):
-  return nnx.scan(lambda x, one: jnp.tanh(one(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
-
-
-BODIES = {
-  "remat": (None, lambda layer, x: nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)),
-  "jit": (None, lambda layer, x: nnx.jit(lambda layer, x: jnp.tanh(layer(x)))(layer, x)),
-  "scan": (stacked, through_scan),
-  "vmap": (stacked, lambda layers, x: nnx.vmap(lambda one, x: one(x), in_axes=(0, None))(layers, x).mean(0)),
-  "cast": (None, through_a_cast),
-  "rnn": (lambda rngs: nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)), lambda layer, x: layer(x)),
-  "mask": (lambda rngs: nnx.Conv(WIDTH, WIDTH, (2,), mask=jnp.ones((2, WIDTH, WIDTH)).at[0].set(0), rngs=rngs), None),
-}
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_layers_in_transforms_of_nnx_and_with_random_numbers_or_arrays_of_their_own(body):
-  """Variables of the twin belong to the trace that uses them; a cell's unused random numbers are no dropout."""
-  make, call = BODIES[body]
-  make = make or (lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
-
-  class Model(nnx.Module):
-    def __init__(self, rngs):
-      self.table, self.out = nnx.Embed(TOKENS, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
-      self.layer = make(rngs)
-
-    def __call__(self, ids):
-      x = self.table(ids)
-      return self.out(self.layer(x) if call is None else call(self.layer, x))
-
-  model, train, val = Model(nnx.Rngs(0)), tagging_batch(N, 1), tagging_batch(N_VAL, 2)
-  result = score(ghost.GhostEngine(), model, train, val, loss_fn=tagging_loss)
-  by_forward_mode = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=tagging_loss)
-  by_example = score(ghost.GhostEngine(engine="perexample"), model, train, val, loss_fn=tagging_loss)
-  for found in (result, by_forward_mode):
-    assert oracles.relative_error(found.dot, by_example.dot) < (1e-2 if body == "cast" else 1e-5)
-
-
 class Scaled(nnx.Module):
   """A layer with a rule, a parameter and a layer inside."""
 

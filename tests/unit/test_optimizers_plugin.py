@@ -390,6 +390,8 @@ def state_of(transformation, **options):
     (optax.adam(1e-3, eps_root=1e-6), "scale_by_adam with eps_root"),
     (optax.lamb(1e-3), "scale_by_trust_ratio"),
     (optax.chain(optax.clip_by_global_norm(1.0), optax.yogi(1e-3)), "scale_by_yogi"),
+    (optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-3)), "add_decayed_weights"),
+    (optax.chain(optax.clip(1.0), optax.masked(optax.adamw(1e-3), lambda p: jax.tree.map(jnp.ndim, p))), "clip"),
     (optax.amsgrad(1e-3), "ScaleByAmsgradState, scale_by_amsgrad"),
   ],
 )
@@ -414,6 +416,21 @@ def test_adam_inside_of_other_transformations_is_found_with_its_constants(made):
   assert state_of(made).constants == {(0.8, 0.999, 1e-8)}
 
 
+@pytest.mark.parametrize(
+  "made",
+  [
+    optax.inject_hyperparams(optax.adamw)(1e-3),
+    optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(1e-3, nesterov=True)),
+    optax.GradientTransformation(optax.adam(1e-3).init, jax.jit(optax.adam(1e-3).update)),
+  ],
+)
+def test_hidden_constants_of_an_optimizer_are_refused(made):
+  """They may be others than the engine's, which would score along another direction; of a state none are known."""
+  with pytest.raises(ValueError, match=r"constants of the optimizer are hidden .*give its opt_state, and set adam_b1"):
+    state_of(made)
+  assert ghost.AdamState.from_optax(made.init({"w": jnp.ones(2)})).constants == frozenset()
+
+
 def test_groups_of_parameters_are_read_and_what_is_left_out_is_named():
   model, batch = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), np.ones((4, 2), np.float32)
 
@@ -425,6 +442,9 @@ def test_groups_of_parameters_are_read_and_what_is_left_out_is_named():
   adam = optax.adam(1e-3)
   whole = scores(optax.multi_transform({"first": adam, "rest": optax.adamw(1e-2)}, groups))
   np.testing.assert_array_equal(whole, scores(adam))
+  other = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+  beside = optax.multi_transform({"rest": other, "first": adam}, groups)
+  np.testing.assert_array_equal(scores(beside, exclude=("bias",)), scores(adam, exclude=("bias",)))
   kernels = optax.masked(adam, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
   np.testing.assert_array_equal(scores(kernels, exclude=("bias",)), scores(adam, exclude=("bias",)))
   with pytest.raises(

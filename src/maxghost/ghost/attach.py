@@ -1,9 +1,11 @@
 """Builds a model's probed twin, another graph definition over the same parameter paths. The model is not changed."""
 
+import collections
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,7 +17,8 @@ from maxghost.config import ConfigError
 from maxghost.ghost import probed, rules, rules_flax, rules_models  # noqa: F401  the last two register their rules
 from maxghost.ghost.directions import DirectionSpec, GhostDirection, GhostProbe, ScoredParam, direction_state, part_name
 from maxghost.optimizers import Matrix, Parameter, by_label
-from maxghost.parallel.shardings import setting, slash_path
+from maxghost.parallel import shardings
+from maxghost.parallel.shardings import slash_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +35,6 @@ class Twin:
 
   def zero_probes(self) -> nnx.State:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.probe_template)
-
-  def placed(self, parts: dict) -> dict:
-    """{label: parts} with sharded factors; unsharded, those of all layers would be the largest arrays of the step."""
-    return {p.label: tuple(map(p.placed_factor, p.parts, parts[p.label])) for p in self.scored}
 
   def direction_state(self, parts: dict) -> nnx.State:
     return direction_state(self.scored, parts)
@@ -60,22 +59,21 @@ class Twin:
 
 def split(model: nnx.Module):
   """(params, rest) of a model, for `Twin.merge`."""
-  _, params, rest = nnx.split(model, nnx.Param, ...)
-  return params, rest
+  return nnx.split(model, nnx.Param, ...)[1:]
 
 
 def attach(
   model: nnx.Module, *, num_examples: int, num_positions: int | None = None, num_sets: int = 1,
   spec: DirectionSpec | None = None, exclude: tuple[str, ...] = (), num_val: int = 0,
-  linked: dict[str, probed.Use] | None = None,
+  linked: dict[str, probed.Use] | None = None, recorder: probed.Recorder | None = None,
 ) -> Twin:  # fmt: skip
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
   num_positions: T, to score every position of every example [n, T]; None scores whole examples [n]. exclude: fnmatch
   patterns of parameter paths that are not scored; each must match a path. num_val: validation rows at the end of each
   batch (schedule 'concat'), not counted by num_examples. linked: {module path: second use} of tables whose direction
-  needs both uses; see `probed`. Raises ValueError for a Param without a rule, a Param shared under two names, an
-  exclude pattern without a match, or a rank that saves nothing on any parameter.
+  needs both uses. recorder: see `probed`. Raises ValueError for a Param without a rule, a Param shared under two names,
+  an exclude pattern without a match, or a rank that saves nothing on any parameter.
   """
   spec, linked, views = spec or DirectionSpec(), linked or {}, parameters(model)
   twin = nnx.clone(model)
@@ -102,7 +100,7 @@ def attach(
       said = f"{label} ({type(module).__name__}) has a rule, which scores what is in the layer itself, not in"
       raise ValueError(f"{said} {', '.join(sorted(inner))}: move its own parameters into a layer of their own")
     own = tuple(_probe(module, path, found, views[slash_path(path)], spec, num_sets, reduced) for path in paths)
-    module.ghost_info = probed.TwinInfo(label, stock, own, reduced, num_val, linked.get(label))
+    module.ghost_info = probed.TwinInfo(label, stock, own, reduced, num_val, linked.get(label), recorder)
     module.__class__ = _twin_class(type(module), found)
     scored += own
   if uncovered:
@@ -132,13 +130,15 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
   return found
 
 
-def matching(labels: Iterable[str], patterns: tuple[str, ...], key: str = "ghost_exclude") -> set[str]:
+def matching(labels: Collection[str], patterns: tuple[str, ...], key: str = "ghost_exclude") -> set[str]:
   """The parameter paths that match fnmatch patterns, those of `key`. Raises ConfigError for one without a match."""
   found = set()
   for pattern in patterns:
     if not (hits := fnmatch.filter(labels, pattern)):
       raise ConfigError(f"{key} pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
     found.update(hits)
+  if key == "ghost_exclude" and len(found) == len(labels):
+    raise ConfigError(f"{key}={','.join(patterns)} leaves no parameter to score; paths: {', '.join(labels) or 'none'}")
   return found
 
 
@@ -173,11 +173,10 @@ def prepare_twin(
   """Builds the twin for batches of this shape.
 
   A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract
-  trace finds tables that are used twice, and these are linked (`probed`).
-
-  batch: arrays or shapes with the example axis first. num_val: validation rows that schedule 'concat' appends to it.
-  Raises ValueError as `attach`; for a parameter used outside its layer; for a layer that is called several times where
-  its direction needs the whole gradient; and for unscored parameters with schedule 'concat'.
+  trace finds tables that are used twice, and these are linked (`probed`). batch: arrays or shapes with the example axis
+  first. num_val: validation rows that schedule 'concat' appends to it. Raises ValueError as `attach`; for a parameter
+  used outside its layer; for a layer that runs several times where its direction needs the whole gradient; and for
+  unscored parameters with schedule 'concat'.
   """
   num_examples = jax.tree.leaves(batch)[0].shape[0]
   num_val = num_val if schedule == "concat" else 0
@@ -188,44 +187,58 @@ def prepare_twin(
     said = f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
     said += "validation rows out of its training gradient"
     raise ValueError(f"{said}. Use two_pass or reverse_scan, or an empty ghost_exclude")
-  used, apart = _calls(twin, model, loss_fn, batch, num_examples + num_val)
+  uses, apart, runs = _calls(attached, model, loss_fn, batch, num_examples + num_val)
   if apart:
     said = f"{', '.join(apart)}: used outside its layer's methods, or set by the model, where no rule scores it. Call"
     raise ValueError(f"{said} the layer (a tied output: nnx.Embed.attend), or use ghost_schedule=forward_mode")
   if not spec.in_backward and schedule == "two_pass":
     return twin
-  by_layer: dict[int, list[probed.Use]] = {}
-  for use in used:
-    by_layer.setdefault(id(use.layer), []).append(use)
-  # A table may have one lookup and one other use.
-  several = [uses for uses in by_layer.values() if len(uses) > 1]
-  often = {uses[0].path: len(uses) for uses in several if sorted(use.is_second for use in uses) != [False, True]}
+  layers = {slash_path(p.path[:-1]): math.prod(p.stack_shape) for p in twin.scored}
+  # First and second uses: a table may have one lookup and one other use.
+  calls = {path: [runs[f"maxghost {path} {is_second}"] for is_second in (False, True)] for path in layers}
+  often = {path: sum(counts) for path, counts in calls.items() if not {0, layers[path]}.issuperset(counts)}
   if where := ", ".join(f"{path} ({count} calls)" for path, count in often.items()):
     raise ValueError(
       f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of a "
       f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"
     )
-  looked_up = {use.path for use in used if not use.is_second}
-  linked = {u.path: dataclasses.replace(u, layer=None) for u in used if u.is_second and u.path in looked_up}
+  linked = {use.path: use for use in uses if use.is_second and all(calls[use.path])}
   return attached(linked=linked) if linked else twin
 
 
-def _calls(twin: Twin, model: nnx.Module, loss_fn: Callable, batch, rows: int) -> tuple[list[probed.Use], list[str]]:
-  """(probed calls, labels of Params used besides) in an abstract gradient of the loss for a batch of so many rows."""
+def _calls(attached: Callable[..., Twin], model: nnx.Module, loss_fn: Callable, batch, rows: int):
+  """(probed calls, labels of Params used besides, `_runs` of the loss), in abstract traces of so many rows."""
   given = jax.eval_shape(lambda batch: batch, batch)  # in dtypes that JAX has
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), given)
-  used, arrays = [], {}
+  arguments, recorder = (*split(model), shapes), probed.Recorder()
+  twin = attached(recorder=recorder)
+
+  def loss(params, rest, batch):
+    built = twin.blank(params, rest)
+    recorder.arrays.update({p: v[...] for p, v in nnx.to_flat_state(nnx.state(built, (nnx.Param, GhostProbe)))})
+    return loss_fn(built, batch)[0]
 
   def gradients(scale, params, rest, batch):
-    def loss(params):
-      built = twin.blank(params, rest)
-      arrays.update({path: v[...] for path, v in nnx.to_flat_state(nnx.state(built, (nnx.Param, GhostProbe)))})
-      return jnp.sum(scale * loss_fn(built, batch)[0])
+    return by_label(jax.grad(lambda params: jnp.sum(scale * loss(params, rest, batch)))(params))
 
-    return by_label(jax.grad(loss)(params))
-
-  with setting(probed.recorder, (used, arrays)):  # also in backward passes, which trace streamed layers once more
-    jaxpr, labels = jax.make_jaxpr(gradients)(1.0, *split(model), shapes).jaxpr, sorted(twin.parameters)
+  jaxpr, labels = jax.make_jaxpr(gradients)(1.0, *arguments).jaxpr, sorted(twin.parameters)
   has_gradient = lambda kept: dce_jaxpr(jaxpr, [label in kept for label in labels])[1][0]  # noqa: E731  reads `scale`
   wanted = set(labels).difference(twin.excluded)
-  return used, [label for label in labels if has_gradient(wanted & {label})] if has_gradient(wanted) else []
+  apart = [label for label in labels if has_gradient(wanted & {label})] if has_gradient(wanted) else []
+  with shardings.use(None):  # the stages of a pipeline would call a layer once for each micro-batch
+    runs = _runs(jax.make_jaxpr(loss)(*arguments).jaxpr)
+  recorder.arrays.clear()  # the caches of nnx.jit keep the recorder
+  return recorder.uses, apart, runs
+
+
+def _runs(jaxpr) -> collections.Counter:
+  """{name of a value that a jaxpr marks: how often it is computed}; under vmap several at once."""
+  found = collections.Counter()
+  for equation in jaxpr.eqns:
+    params, kind = equation.params, equation.primitive.name
+    if kind == "name":
+      found[params["name"]] += equation.outvars[0].aval.size
+    for inner in jax.tree.leaves([*params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
+      for name, num in _runs(inner).items() if hasattr(inner, "eqns") else ():
+        found[name] += num * (params["length"] if kind == "scan" else 1)
+  return found

@@ -70,9 +70,7 @@ class GhostEngine:
   Arguments that are None are those of cfg, where ghost_direction=auto, the default, is 'sgd', which needs no state.
   Raises ValueError for an unknown name, an unsupported combination, and whatever `attach` raises for the model.
 
-  Keeps the last MAX_COMPILED programs, one for each model structure, loss function and batch shapes. Two functions are
-  the same if their code is, and their closures, defaults and objects hold the same arrays and other values; globals are
-  read at compilation.
+  Keeps the last MAX_COMPILED programs (docs/engine.md says which calls share one); globals are read at compilation.
   """
 
   @_own_names()
@@ -116,9 +114,8 @@ class GhostEngine:
     batches: K sets. loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are
     1; by default next-token cross-entropy on MaxText-style batches. state: the optimizer's before this step, such as
     AdamState, for directions that depend on the optimizer. delta: for direction 'second_order', the step's update of
-    the parameters as a State. Raises ValueError for a batch that is no pytree of arrays, a validation batch that is
-    empty or without weight, a missing loss function or one that returns anything else, and a missing or needless state
-    or delta.
+    the parameters as a State. Raises ValueError for any of these that is missing, needless or has another form, and for
+    a validation batch that is empty or without weight.
     """
     many = isinstance(val_batch, (list, tuple))
     val_batches = tuple(val_batch) if many else (val_batch,)
@@ -131,6 +128,8 @@ class GhostEngine:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
       raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
+    if any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params)):
+      raise ValueError("complex Params have no scores: keep their real and imaginary parts in Params of their own")
     identity, held = _identity(loss_fn)
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
@@ -160,8 +159,8 @@ class GhostEngine:
     if not val_batches:
       raise ValueError("val_batch is empty; give at least one row")
     direction = self.spec.rule.direction
-    if state is None and self.spec.in_backward:
-      raise ValueError(f"direction '{direction}' needs state=, the optimizer's before this step (such as AdamState)")
+    if self.spec.in_backward and not isinstance(state, RuleState):
+      raise ValueError(f"direction '{direction}' needs state=AdamState.from_optax(optimizer), of before this step")
     if state is not None and not self.spec.in_backward:
       raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
     if (delta is None) == self.spec.early:
@@ -249,11 +248,12 @@ def _known(name: str, value: str, choices: Sequence[str]) -> str:
 def _check_batches(train_batch, val_batches: tuple) -> None:
   for name, batch in (("train_batch", train_batch), *(("val_batch", one) for one in val_batches)):
     leaves = jax.tree.leaves(batch)
-    wrong = [type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")]
-    if wrong or not leaves or not leaves[0].shape:
-      found = wrong[0] if wrong else "a scalar" if leaves else "nothing"
+    wrong = ["a scalar" if hasattr(x, "shape") else type(x).__name__ for x in leaves if not getattr(x, "shape", ())]
+    rows = [] if wrong else sorted({x.shape[0] for x in leaves})
+    if len(rows) != 1:
+      found = wrong[0] if wrong else f"arrays of {' and '.join(map(str, rows))} rows" if rows else "nothing"
       raise ValueError(f"{name} must hold arrays with the examples along the first axis; it holds {found}")
-    if not leaves[0].shape[0]:
+    if not rows[0]:
       raise ValueError(f"{name} is empty; give at least one row")
 
 

@@ -17,19 +17,11 @@ from maxghost.scorelog.format import parse_shard_name, shard_name
 
 
 class GhostEngineManager:
-  """Scores around a training loop:
+  """Scores around a training loop, in the order of the example in docs/engine.md.
 
-    manager.attach_train_batch(batch, ids)
-    batch = manager.prepare_forward_input()
-    grads = manager.prepare_gradients()
-    optimizer.update(model, grads)
-    manager.aggregate_and_log(step)
-    manager.clear_gradients()
-    if manager.should_save_metrics(step): manager.save_metrics(step)
-
-  and, around an evaluation, detach_for_evaluation() and reattach_after_evaluation(); cleanup() at the end.
-  A loop that restarts at step s keeps the steps before s and replaces the others. Methods raise ValueError when
-  they are called out of order or while detached.
+  Around an evaluation, call detach_for_evaluation() and reattach_after_evaluation(); at the end cleanup(). A loop that
+  restarts at step s keeps the steps before s and replaces the others. Methods raise ValueError when they are called out
+  of order or while detached.
 
   val_batch: as in GhostEngine.score. output_dir: of the score log, for all commands (`maxghost scores OUTPUT_DIR`).
   save_every: steps per file. val_sets: names of the validation sets.

@@ -6,8 +6,8 @@ then sums scores over layers, scan steps and tied uses, inside lax.scan and jax.
 K validation sets, n examples, T positions.
 """
 
-import contextvars
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxghost.ghost import directions, rules
 from maxghost.ghost.directions import ScoredParam, part_name
@@ -25,20 +26,25 @@ from maxghost.parallel.shardings import constrain
 ARRAYS = (nnx.Variable, jax.Array, np.ndarray)  # the data of a layer
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
 
-# In a trace that looks for other uses of Params: a list for the `Use` of each probed call, and the twin's arrays.
-recorder: contextvars.ContextVar[tuple[list, dict] | None] = contextvars.ContextVar("maxghost_used", default=None)
-
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-  """One call of a probed layer in a trace. layer: the object; each trace of a scan or remat body has its own."""
+  """One call of a probed layer in a trace."""
 
-  layer: Any
   path: str
   method: str
   argument_shapes: tuple
   static: tuple  # arguments that are not arrays
   is_second: bool  # the use of a table after its lookup
+
+
+@dataclasses.dataclass(eq=False)
+class Recorder:
+  """Calls and arrays {path: array} of a twin that a trace finds. It is a part of the twin's graph, by which nnx.jit and
+  nnx.remat keep their traces, so that none is used again."""
+
+  uses: list[Use] = dataclasses.field(default_factory=list)
+  arrays: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +53,7 @@ class TwinInfo:
 
   reduced: leading axes of the layer's output, and last ones of a probe: (n,) scores examples, (n, T) every position.
   num_val: validation rows at the end of the batch (schedule 'concat'), whose weight gradient is G.
-  linked: second use of a table whose direction needs the weight gradient of both uses.
+  linked: second use of a table whose direction needs the weight gradient of both. recorder: of a trace for `Use`s.
   """
 
   path: str
@@ -56,11 +62,14 @@ class TwinInfo:
   reduced: tuple[int, ...]
   num_val: int = 0
   linked: Use | None = None
+  recorder: Recorder | None = None
 
 
 def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   """Calls `method(*args, **kwargs)` of the layer behind `twin`; the backward pass scores into the twin's probes."""
   info: TwinInfo = twin.ghost_info
+  bound = inspect.signature(getattr(type(twin).__base__, method)).bind(twin, *args, **kwargs)
+  args, kwargs = bound.args[1:], bound.kwargs  # rules know arguments by place
   own = {name: v for name, v in vars(twin).items() if isinstance(v, ARRAYS) and not name.startswith("ghost_")}
   values = {name: v[...] for name, v in own.items()}
   parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
@@ -70,10 +79,12 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   passes = _passes(twin, rule, method, static, rebuild)
   if autodiff.for_inputs_only():
     return rule.combine(twin, passes.apply(values, arrays), *args)
-  if (recording := recorder.get()) is not None:
-    used, given = recording
-    out, shapes = passes.apply(_cut_off(twin, values, given), arrays), tuple(x.shape for x in arrays)
-    used.append(Use(twin, info.path, method, shapes, static, method in rule.second_uses))
+  if info.recorder is not None:
+    out = passes.apply(_cut_off(twin, values, info.recorder.arrays), arrays)
+    use = Use(info.path, method, tuple(x.shape for x in arrays), static, method in rule.second_uses)
+    numbers = (x.reshape(-1)[:1].sum() for x in (out, *(values[p.name] for p in info.scored)))
+    checkpoint_name(sum(numbers), f"maxghost {use.path} {use.is_second}")  # `attach` counts these
+    info.recorder.uses.append(use)
     return rule.combine(twin, out, *args)
   if info.linked is None:
     out = _scored_call(passes, values, arrays, parts, probes)
@@ -96,13 +107,12 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
 def _cut_off(twin, values: dict, given: dict) -> dict:
   """`values` with zeros for scored Params, but for those that the model has set since, other than by a cast. Where a
   transform such as nnx.jit copied the probe too, that is unknown, and they are zero."""
-
-  def is_set(path, probe) -> bool:
-    old, new = given[path], values[path[-1]]
-    return getattr(twin, probe[-1])[...] is given[probe] and new is not old and new.dtype == old.dtype
-
-  scored = {p.name for p in twin.ghost_info.scored if not is_set(p.path, p.part_path("probe"))}
-  return {name: jnp.zeros_like(x) if name in scored else x for name, x in values.items()}
+  cut = dict(values)
+  for param in twin.ghost_info.scored:
+    old, new, probe = given[param.path], values[param.name], param.part_path("probe")
+    is_set = getattr(twin, probe[-1])[...] is given[probe] and new is not old and new.dtype == old.dtype
+    cut[param.name] = new if is_set else jnp.zeros_like(new)
+  return cut
 
 
 def _separate(args, kwargs):
@@ -240,10 +250,8 @@ def _split_rows(passes: LayerPasses, values, arrays, cotangent, parts):
   info, n = passes.info, passes.info.reduced[0]
   if any(x.ndim == 0 or x.shape[0] != n + info.num_val for x in arrays):
     raise ValueError(f"{info.path}: schedule 'concat' needs the batch axis first in every input of the layer")
-  pulls = []
-  for rows in (slice(None, n), slice(n, None)):
-    _, pull = jax.vjp(passes.apply, values, [x[rows] for x in arrays])
-    pulls.append(pull(cotangent[rows]))
+  halves = slice(None, n), slice(n, None)
+  pulls = [jax.vjp(passes.apply, values, [x[rows] for x in arrays])[1](cotangent[rows]) for rows in halves]
   (d_values, d_train), (gradients, d_val) = pulls
   d_arrays = [
     autodiff.no_cotangent(x) if a.dtype == jax.dtypes.float0 else jnp.concatenate([a, b])

@@ -96,7 +96,7 @@ class EmbedRule(Rule):
   def score(self, call, name, direction):
     if not self.rows(call.module, name):
       return super().score(call, name, direction)
-    (x,), b = call.args, call.cotangent
+    x, b = call.args[0], call.cotangent
     if call.method == "attend":  # x = h [..., D], cotangent delta [..., V]: the table is the weight of h Eᵀ
       b = b.astype(call.module.dtype)
       x, b = rounding.operands(getattr(call.module, "precision", None), x, b)

@@ -56,29 +56,16 @@ def remat_scan(
   f: Callable | None = None, *, segment_lengths: tuple[int, ...] = (), length: int | None = None,
   in_axes: tuple = (nnx.Carry, 0), out_axes: Any = nnx.Carry, policy: Callable | None = None,
 ) -> Callable:  # fmt: skip
-  """`nnx.scan` whose backward pass keeps only the carries at segment boundaries; also a decorator.
-
-    @remat_scan(segment_lengths=(8,))
-    def forward(x, layer):  # layer: one of the stacked layers
-      return layer(x)
-
-    x = forward(x, layers)
+  """`nnx.scan` whose backward pass keeps only the carries at segment boundaries; also a decorator (docs/memory.md).
 
   Variables that f changes in an object with a layer axis (RNG counts, batch statistics, new ones) are stacked back into
   it; those with axis nnx.Carry pass from layer to layer. An Rngs inside stacked layers has one stream per layer; split
   another with `nnx.split_rngs(splits=L)`, or carry its counts. The recomputed forward pass draws the same numbers.
 
-  Args:
-    f: called as f(*args) once per layer.
-    segment_lengths: as in `scan`.
-    length: L, where no argument has a layer axis.
-    in_axes: one entry per argument: an int (the layer axis of its arrays), None (the same for every layer), nnx.Carry
-      (at most one: a pytree of floats that passes from layer to layer) or, for an nnx object, `nnx.StateAxes` with
-      these per filter.
-    out_axes: nnx.Carry (returned as of the last layer) or an int (stacked along that axis); a tuple for several.
-    policy: a `jax.checkpoint` policy for the inside of each layer; None saves everything of the current segment.
-
-  Raises: ValueError for lengths that do not divide, arguments that disagree in L, or a changed Variable of axis None.
+  in_axes, out_axes: as of `nnx.scan`; at most one nnx.Carry, a pytree of floats. segment_lengths: as in `scan`. length:
+  L, where no argument has a layer axis. policy: a `jax.checkpoint` policy for the inside of each layer; None saves
+  everything of the current segment. Raises ValueError for lengths that do not divide, arguments that disagree in L, or
+  a changed Variable of axis None.
   """
   if f is None:
     axes = {"in_axes": in_axes, "out_axes": out_axes}

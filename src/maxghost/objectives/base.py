@@ -34,10 +34,9 @@ class Objective(abc.ABC):
   parts: names of these rows, where the score log has the contribution of each apart; () where it has not.
   reference: the frozen second model that the loss may read: "start", the model that the run begins with (with adapters
     that is "base", the model without them); "teacher", another model; "" none.
-  perplexity: whether the loss is nats per token, so that its exponential is a perplexity.
-  validated_by: the objective of validation sets that name none; "" for this one.
-  samples: whether rows are answers that the model samples in training.
-  maxima: names of metrics that are maxima over the batch, not means.
+  perplexity: whether the loss is nats per token, so that its exponential is a perplexity. validated_by: the objective
+  of validation sets that name none; "" for this one. samples: whether rows are answers that the model samples in
+  training. maxima: names of metrics that are maxima over the batch, not means.
   """
 
   name: ClassVar[str] = "custom"

@@ -97,8 +97,8 @@ class PreferenceLoss(LanguageModelLoss):
       ratio_U2S = ratio_U2S / tokens_U2S if self.algo in ("ipo", "simpo", "orpo") else ratio_U2S
       return jnp.where(is_pair_US, self.pair_losses(ratio_U2S[:, 0], ratio_U2S[:, 1]), 0)
 
-    weights_BT = weights_BT * self._of_pairs(batch, is_pair_US / of_pair_US)
-    losses_BT = self._of_pairs(batch, losses(sums_U2S))
+    weights_BT = weights_BT * self._of_slots(batch, jnp.repeat(is_pair_US / of_pair_US, 2, axis=0))
+    losses_BT = self._of_slots(batch, jnp.repeat(losses(sums_U2S), 2, axis=0))
     if autodiff.in_forward_mode():
       # The derivative of a pair's loss, which is at all of its tokens, is here at the tokens that it comes from.
       slope_U2S = jax.grad(lambda sums: losses(sums).sum())(jax.lax.stop_gradient(sums_U2S)) * of_pair_US[:, None]
@@ -143,10 +143,6 @@ class PreferenceLoss(LanguageModelLoss):
   def _of_slots(self, batch, value_BS):
     """[B, T]: the value of each target's segment."""
     return jnp.einsum("bts,bs->bt", self._members(batch, value_BS.dtype), value_BS, precision="highest")
-
-  def _of_pairs(self, batch, value_US):
-    """[B, T]: the value of each target's pair."""
-    return self._of_slots(batch, jnp.repeat(value_US, 2, axis=0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

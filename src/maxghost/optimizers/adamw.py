@@ -163,15 +163,20 @@ class AdamState:
   def from_optax(cls, optimizer, *, count=None, clip_factor=1.0) -> "AdamState":
     """Reads an `nnx.Optimizer` made with `optax.adamw` or `optax.adam`, or their optax state, with Adam's own count.
 
-    Raises ValueError for another optimizer. In an optax state, some look like Adam (radam, adamax, nadam, yogi, lamb).
+    Raises ValueError for another optimizer, or hidden constants. In an optax state, some look like Adam (radam, yogi).
     """
     state = getattr(optimizer, "opt_state", optimizer)
     found = optax.tree_utils.tree_get_all_with_path(state, "nu")
     names = {getattr(path[-1], "tuple_name", "ScaleByAdamState") for path, _ in found}
     steps = _scaling_steps(getattr(getattr(optimizer, "tx", None), "update", None), [])
+    first = next((i for i, (name, _) in enumerate(steps) if name == "scale_by_adam"), 0)
+    steps = steps[:first] + [step for step in steps[first:] if step[0] not in _BEFORE]
     names |= {" with ".join((name, *filter(own.get, ("nesterov", "eps_root")))) for name, own in steps}
     if others := sorted(names - {"ScaleByAdamState", "scale_by_adam"}):
       raise ValueError(f"the optimizer has {', '.join(others)}, which is not Adam: use optax.adam or optax.adamw")
+    if found and state is not optimizer and not steps:
+      said = "the constants of the optimizer are hidden (by optax.inject_hyperparams or jax.jit): give its opt_state,"
+      raise ValueError(f"{said} and set adam_b1, adam_b2 and adam_eps of the engine's configuration to them")
     constants = frozenset(tuple(float(own[name]) for name in ("b1", "b2", "eps")) for _, own in steps)
     state = AdamW().read(state, count=count, clip_factor=clip_factor)
     second, first = (state.arrays[name] for name in ("second_moment", "first_moment"))
@@ -186,15 +191,23 @@ class AdamState:
     return RuleState({"second_moment": self.second_moments} | first, self.count, self.clip_factor)
 
 
+# Steps of optax that change the gradient which Adam after them reads, beside scale_by_... and clip_by_global_norm.
+_BEFORE = ("adaptive_grad_clip", "add_decayed_weights", "add_noise", "centralize", "clip", "ema", "trace")
+
+
 def _scaling_steps(x: Any, seen: list) -> list[tuple[str, dict]]:
-  """(name, what it closes over) of each `scale_by_...` with moments that an optax update consists of."""
+  """(name, what it closes over) of each `scale_by_...` with moments, or of `_BEFORE`, in an optax update, in order."""
   if any(x is one for one in seen):
     return []
   seen.append(x)
   inner: Any = vars(x.__self__) if isinstance(x, types.MethodType) else x  # optax.MultiSteps
   if isinstance(x, types.FunctionType):
     name, inner = x.__qualname__.split(".")[0], inspect.getclosurevars(x).nonlocals
-    if name.startswith("scale_by_") and name != "scale_by_schedule" and x.__name__ == "update_fn":
+    scales = name.startswith("scale_by_") and name != "scale_by_schedule"
+    if x.__name__ == "update_fn" and (scales or name in _BEFORE):
       return [(name, inner)]
   inner = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, (tuple, list)) else ()
-  return [step for one in inner for step in _scaling_steps(one, seen)]
+  parts = [_scaling_steps(one, seen) for one in inner]
+  if isinstance(x, dict):  # groups of parameters: nothing of the others comes before Adam
+    parts.sort(key=lambda part: "scale_by_adam" not in dict(part))
+  return [step for part in parts for step in part]

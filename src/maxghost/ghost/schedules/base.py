@@ -32,8 +32,7 @@ class Model(NamedTuple):
 class Settings:
   """Execution settings, on which scores do not depend.
 
-  num_micro: micro-batches of the training batch.
-  segment_lengths (schedule reverse_scan): as in `segments.scan`.
+  num_micro: micro-batches of the training batch. segment_lengths (schedule reverse_scan): as in `segments.scan`.
   remat_policy (reverse_scan): none | minimal | full, what is kept of a layer's forward pass; with segments, a segment's
     layers are recomputed instead.
   carries_on_host (reverse_scan): keeps the validation rows' segment inputs and cotangents in pinned host memory.
@@ -86,17 +85,16 @@ class Secant:
 class Problem:
   """One scored step.
 
-  schedule: a name in `schedules.SCHEDULES`.
-  loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training and of the validation rows; a tuple where
-    the validation sets have losses of their own.
-  val_batches: one for each validation set. twin: None for schedules without scoring rules.
-  parameters: by label. scored: labels of the scored ones.
+  schedule: a name in `schedules.SCHEDULES`. loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training
+    and of the validation rows; a tuple where the validation sets have losses of their own.
+  val_batches: one for each validation set. twin: None for schedules without scoring rules. parameters: by label.
+  scored: labels of the scored ones.
   rule: forms directions from the whole training gradient, in schedules without scoring rules and for a twin whose
     directions are `early`. Otherwise the twin's own rule does.
   state: the optimizer's before the step, with an assumed clipping factor; None if no rule reads it.
   update: training gradient -> (state with this step's clipping factor, State of the step's update delta for directions
-    P_tᵀ (G + 1/2 H delta), or None). validation: known G, if any. secant: what to add to them; None: nothing.
-  account: the trainer's rule, for the ledger; None: no ledger.
+    P_tᵀ (G + 1/2 H delta), or None). validation: known G, if any. secant: what to add to them; None: nothing. account:
+    the trainer's rule, for the ledger; None: no ledger.
   """
 
   schedule: str

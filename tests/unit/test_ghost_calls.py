@@ -1,0 +1,144 @@
+"""The engine on layers that are called in transforms, in loops and with arguments by name.
+
+n examples, T positions.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+from flax import nnx
+from test_ghost_foreign import CLASSES, N_VAL, TOKENS, WIDTH, N, randomized, score, tagging_batch, tagging_loss
+
+from maxghost import ghost
+
+
+def stacked(rngs):
+  make = nnx.vmap(lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
+  return make(jax.random.split(rngs.params(), 3))
+
+
+def through_a_cast(layer, x):
+  nnx.update(layer, jax.tree.map(lambda w: w.astype(jnp.bfloat16), nnx.state(layer, nnx.Param)))
+  return layer(x)
+
+
+def through_scan(layers, x):
+  return nnx.scan(lambda x, one: jnp.tanh(one(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+
+
+@nnx.jit
+def compiled(layer, x):
+  return jnp.tanh(layer(x))
+
+
+@nnx.remat
+def recomputed(layer, x):
+  return jnp.tanh(layer(x))
+
+
+BODIES = {
+  "decorated jit": (None, compiled),
+  "decorated remat": (None, recomputed),
+  "remat": (None, lambda layer, x: nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)),
+  "jit": (None, lambda layer, x: nnx.jit(lambda layer, x: jnp.tanh(layer(x)))(layer, x)),
+  "scan": (stacked, through_scan),
+  "vmap": (stacked, lambda layers, x: nnx.vmap(lambda one, x: one(x), in_axes=(0, None))(layers, x).mean(0)),
+  "cast": (None, through_a_cast),
+  "rnn": (lambda rngs: nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)), lambda layer, x: layer(x)),
+  "mask": (lambda rngs: nnx.Conv(WIDTH, WIDTH, (2,), mask=jnp.ones((2, WIDTH, WIDTH)).at[0].set(0), rngs=rngs), None),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_layers_in_transforms_of_nnx_and_with_random_numbers_or_arrays_of_their_own(body):
+  """Variables of the twin belong to the trace that uses them; a cell's unused random numbers are no dropout. A function
+  that is decorated once keeps its traces, but not those that look for uses of the parameters."""
+  make, call = BODIES[body]
+  make = make or (lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.table, self.out = nnx.Embed(TOKENS, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+      self.layer = make(rngs)
+
+    def __call__(self, ids):
+      x = self.table(ids)
+      return self.out(self.layer(x) if call is None else call(self.layer, x))
+
+  model, train, val = Model(nnx.Rngs(0)), tagging_batch(N, 1), tagging_batch(N_VAL, 2)
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=tagging_loss)
+  by_forward_mode = score(ghost.GhostEngine(engine="jvp"), model, train, val, loss_fn=tagging_loss)
+  by_example = score(ghost.GhostEngine(engine="perexample"), model, train, val, loss_fn=tagging_loss)
+  for found in (result, by_forward_mode):
+    assert oracles.relative_error(found.dot, by_example.dot) < (1e-2 if body == "cast" else 1e-5)
+  if body not in ("cast", "rnn"):  # each layer runs once, that of a stack too
+    found = score(ghost.GhostEngine(schedule="concat"), model, train, val, loss_fn=tagging_loss)
+    assert oracles.relative_error(found.dot, by_example.dot) < 1e-5
+
+
+def positions(rng, num):
+  return {"x": rng.normal(size=(num, 3, WIDTH)).astype(np.float32), "w": np.ones(num, np.float32)}
+
+
+REPEATED = {
+  "a cell over time": (lambda rngs: nnx.RNN(nnx.SimpleCell(WIDTH, WIDTH, rngs=rngs)), lambda layer, x: layer(x)),
+  "nnx.vmap": (None, lambda layer, x: nnx.vmap(lambda one, x: one(x), in_axes=(None, 1), out_axes=1)(layer, x)),
+  "jax.vmap": (None, lambda layer, x: jax.vmap(lambda x: layer(x), in_axes=1, out_axes=1)(x)),
+  "a loop": (None, lambda layer, x: jax.lax.scan(lambda x, _: (jnp.tanh(layer(x)), None), x, None, 3)[0]),
+  "a jitted function": (None, lambda layer, x: compiled(layer, compiled(layer, compiled(layer, x)))),
+}
+
+
+@pytest.mark.parametrize("how", REPEATED)
+def test_a_layer_in_a_loop_is_called_as_often_as_the_loop_runs(how):
+  """One call in the trace, of which each run sees only its own part of the weight gradient."""
+  make, call = REPEATED[how]
+
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.layer = make(rngs) if make else nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+      self.out = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+      return self.out(jnp.tanh(call(self.layer, x)).mean(1))
+
+  def loss_fn(model, batch):
+    return jnp.square(model(batch["x"]) - 1).sum(-1), batch["w"]
+
+  model, rng = Model(nnx.Rngs(0)), np.random.default_rng(3)
+  train, val = positions(rng, 5), positions(rng, 4)
+  result, expected = (
+    score(ghost.GhostEngine(engine=engine), model, train, val, loss_fn=loss_fn)
+    for engine in ("graddotprod", "perexample")
+  )
+  for label, value in expected.per_param.items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+  zeros = {label: np.zeros_like(v) for label, v in tiny.by_label(model).items()}
+  for arguments, state in ((("two_pass", "adam"), ghost.AdamState(zeros, 0)), (("concat", "sgd"), None)):
+    engine = ghost.GhostEngine(schedule=arguments[0], direction=arguments[1])
+    with pytest.raises(ValueError, match=r"^layer.* \(3 calls\).*needs the whole gradient"):
+      engine.score(model, train, val, loss_fn=loss_fn, state=state)
+
+
+class ByKeyword(nnx.Module):
+  """Layers that are called with their arguments by name, among them one whose own name differs from its base's."""
+
+  def __init__(self, rngs):
+    self.table, self.norm = nnx.Embed(TOKENS, WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+    self.lora = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=2, rngs=rngs)
+    self.low = nnx.LoRA(WIDTH, 2, WIDTH, base_module=nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+    self.out = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+  def __call__(self, ids):
+    return self.out(inputs=self.low(x=self.lora(x=self.norm(x=self.table(inputs=ids)))))
+
+
+def test_layers_may_be_called_with_arguments_by_name():
+  model, train, val = randomized(ByKeyword), tagging_batch(N, 1), tagging_batch(N_VAL, 2)
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=tagging_loss)
+  expected = score(ghost.GhostEngine(engine="perexample"), model, train, val, loss_fn=tagging_loss)
+  for label, value in expected.per_param.items():
+    assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
