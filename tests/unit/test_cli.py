@@ -258,6 +258,11 @@ def test_a_ctrl_c_in_the_first_seconds_is_kept(monkeypatch):
   assert train.main([]) == 130
 
 
+def test_a_value_of_several_lines_is_refused_in_one(capsys):
+  assert train.main(["steps=1\n2"]) == 2
+  assert capsys.readouterr().err == "maxghost: steps='1\\n2' (command line) is not of type int\n"
+
+
 @pytest.mark.parametrize(
   "argv", [["steps=1e18"], ["head_dim=1e12"], ["base_num_decoder_layers=1e30 segment_lengths=7"]]
 )

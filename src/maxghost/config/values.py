@@ -111,7 +111,7 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     sys.stdout.flush()
   except ConfigError as error:
     for problem in error.problems or (str(error),):
-      print_problem(problem, name)
+      print_problem(problem.replace("\n", "\\n"), name)
     return error.exit_code
   except KeyboardInterrupt:
     print_problem(stopped, name)
