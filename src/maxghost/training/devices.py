@@ -14,7 +14,9 @@ from maxghost.training import host_memory
 
 
 def configure_jax(cfg: Config) -> None:
-  """Sets JAX's global options from the config; must be called before the first array is made."""
+  """Sets JAX's global options from the config; must be called before the first array is made. Raises ConfigError."""
+  if jax.config.values["jax_disable_jit"]:
+    raise ConfigError("JAX_DISABLE_JIT is set, but functions are compiled before the first call; unset it")
   if "float64" in (cfg.model.dtype, cfg.model.weight_dtype):
     jax.config.update("jax_enable_x64", True)
   if cfg.run.jax_cache_dir:
@@ -35,8 +37,6 @@ def compiler_options(layout: Layout | None = None) -> dict[str, Any]:
 
 def open_layout(cfg: Config) -> Layout:
   """Connects the processes, if several, and returns the layout over all devices. Raises ConfigError if they refuse."""
-  if jax.config.values["jax_disable_jit"]:
-    raise ConfigError("JAX_DISABLE_JIT is set, but steps are compiled before the first one; unset it")
   configure_jax(cfg)
   heap.call("mallopt", heap.ARENA_MAX, 1)  # before XLA starts its threads
   distributed.start(cfg.parallel)
