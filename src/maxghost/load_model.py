@@ -9,12 +9,12 @@ from maxghost import config
 from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig, pipeline
-from maxghost.config.families import FAMILIES
 from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import naming, shown, slash_path
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
+from maxghost.interop.linen_scaling import head_changes
 from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace, plain
 
@@ -123,16 +123,12 @@ def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callab
     model_path.check_whole(place, f"adapter={adapter}" if adapter else f"quantization={here}")
   raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
   raw = quantize.quantized(raw, cfg.model, here) if narrows else raw
-  values_from = read_checkpoint(raw, ReadOptions(keep_unknown=True)).values_from
-  scales = FAMILIES[cfg.model.decoder_block].maxtext_scales_queries
-  if values_from == "maxtext" and scales is None:
-    unknown = f"how MaxText scales query weights is not known for decoder_block={cfg.model.decoder_block}"
-    raise LayoutError(f"{place.tree} is a checkpoint of MaxText; {unknown}")
-  if not values_from:
+  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+  if not checkpoint.values_from:
     what = "nothing tells whether MaxText or maxghost scaled the query weights"
     raise LayoutError(f"{place.tree}: {what}; write a copy that does with maxghost checkpoint rescale")
-  head_dim = cfg.model.head_dim if values_from == "maxtext" and scales else None
-  return open_load(raw, wanted, head_dim=head_dim, rope_pairs=cfg.model.rope_type == "llama3.1", widen=True, say=say)
+  head_dim, rope_pairs = head_changes(checkpoint, cfg.model)
+  return open_load(raw, wanted, head_dim=head_dim, rope_pairs=rope_pairs, widen=True, say=say)
 
 
 def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None, adapter="") -> Callable:

@@ -80,10 +80,10 @@ class EchoBatcher:
       job.cancel()
 
 
-def served(batcher, **changes):
+def served(batcher, tokenizer=BYTES, **changes):
   begin = lambda text: [256, *utf8(text)]  # noqa: E731
   given = {"rendering": Rendering(BYTES, None, True, True, True), "no_sources": "no index: write one", **changes}
-  return Served("echo", batcher, BYTES, begin, 400, 263, **given)
+  return Served("echo", batcher, tokenizer, begin, 400, 263, **given)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from maxghost.adapters import quantized
 from maxghost.checkpoint import compare, open_tree
 from maxghost.config import ConfigError
 from maxghost.interop import hf_checkpoint, model_path, peft
+from maxghost.interop.convert import convert
+from maxghost.interop.linen_scaling import rescale_checkpoint
 from maxghost.interop.load_tree import open_load
 from maxghost.scorelog import load
 from maxghost.training import state
@@ -123,6 +125,25 @@ def test_a_run_begins_with_the_adapters_of_another_on_a_base_in_few_bits(runs, t
   ours = nnx.merge(graphdef, state.from_tree(_nested(again), abstract))(tokens)
   graphdef, merged = load_model.load(place, run_cfg)
   np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
+
+
+def test_adapters_are_merged_into_a_base_in_the_format_of_maxtext(runs, tmp_path, capsys):
+  """Its query weights are scaled as they are read: by `generate`, in few bits too, and by an export."""
+  folder, _ = runs
+  place, cfg = load_model.find(folder / "whole" / "run")
+  convert(folder / "base" / "run" / "checkpoints" / "1", tmp_path / "linen", to="linen", say=lambda _: None)
+  rescale_checkpoint(tmp_path / "linen", tmp_path / "maxtext", 6, "maxtext", say=lambda _: None)
+  on_maxtext = config.replace(cfg, load_parameters_path=str(tmp_path / "maxtext"))
+  tokens = np.arange(9, dtype=np.int32)[None]
+  for few_bits in ("", "int8w"):
+    graphdefs = (load_model.load(place, config.replace(c, quantization=few_bits)) for c in (cfg, on_maxtext))
+    expected, found = (nnx.merge(*loaded)(tokens) for loaded in graphdefs)
+    np.testing.assert_allclose(found, expected, atol=1e-2 if few_bits else 2e-6)
+  shutil.copytree(folder / "whole" / "run", tmp_path / "run")
+  config.save(on_maxtext, tmp_path / "run" / "config.yml")
+  hf_checkpoint.export_model(tmp_path / "run", tmp_path / "hf", say=lambda _: None)
+  found = nnx.merge(*load_model.load(*load_model.find(tmp_path / "hf")))(tokens)
+  np.testing.assert_allclose(found, nnx.merge(*load_model.load(place, cfg))(tokens), atol=2e-6)
 
 
 def test_a_base_in_host_memory_is_read_and_takes_the_adapters_of_another_run(runs, tmp_path):

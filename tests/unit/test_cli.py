@@ -258,6 +258,17 @@ def test_a_ctrl_c_in_the_first_seconds_is_kept(monkeypatch):
   assert train.main([]) == 130
 
 
+def test_a_terminal_of_unknown_width_is_written_to(capsys, monkeypatch):
+  monkeypatch.setenv("COLUMNS", "0")
+  assert train.main(["--help"]) == 0
+  assert "learning_rate" in capsys.readouterr().out
+
+
+def test_a_value_of_several_lines_is_refused_in_one(capsys):
+  assert train.main(["steps=1\n2"]) == 2
+  assert capsys.readouterr().err == "maxghost: steps='1\\n2' (command line) is not of type int\n"
+
+
 @pytest.mark.parametrize(
   "argv", [["steps=1e18"], ["head_dim=1e12"], ["base_num_decoder_layers=1e30 segment_lengths=7"]]
 )
@@ -387,6 +398,9 @@ def test_a_platform_that_jax_does_not_find_is_one_line(monkeypatch, capsys):
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # without its plug-in, this is an assertion of JAX's
   assert guard(lambda: exec(compile("assert None", "jax/_src/xla_bridge.py", "exec"))) == 2
   assert capsys.readouterr().err.startswith("maxghost: JAX_PLATFORMS=cuda: JAX finds no such device here; unset it")
+  wrong = """raise ValueError("invalid truth value 'x' for environment 'JAX_ENABLE_X64'")"""
+  assert guard(lambda: exec(compile(wrong, "jax/_src/config.py", "exec"))) == 2
+  assert "an environment variable of JAX is wrong: invalid truth value 'x'" in capsys.readouterr().err
   with pytest.raises(AssertionError):
     guard(lambda: exec("assert None"))
 
@@ -394,7 +408,8 @@ def test_a_platform_that_jax_does_not_find_is_one_line(monkeypatch, capsys):
 def test_a_run_needs_compilation():
   jax.config.update("jax_disable_jit", True)
   try:
-    with pytest.raises(config.ConfigError, match="JAX_DISABLE_JIT is set"):
-      devices.open_layout(config.Config())
+    for configure in (devices.open_layout, devices.configure_jax):  # of a run, and of the other commands
+      with pytest.raises(config.ConfigError, match="JAX_DISABLE_JIT is set"):
+        configure(config.Config())
   finally:
     jax.config.update("jax_disable_jit", False)

@@ -193,6 +193,7 @@ def test_values_take_the_type_of_their_key(tmp_path):
     ("steps=[1]", "steps=['1'] (command line) is not of type int"),
     ("steps=null", "steps='null' (command line) is not of type int"),
     ("steps=" + "9" * 5000, "is not of type int"),
+    ('steps="7', "steps='\"7' (command line) is not of type int"),
     ("ghost_every=~", "ghost_every='~' (command line) is not of type int"),
     ("run_name=null", "run_name='null' (command line) is not of type str"),
     ("mlp_bias=1", "mlp_bias='1' (command line) is not of type bool"),
@@ -250,6 +251,9 @@ def test_all_problems_of_all_sources_at_once(tmp_path):
     ("[" * 20_000, ""),
     ("run_name:\n", ":1) is not of type str"),
     ("ghost_exclude: &a [*a]\n", "ghost_exclude=[[[...]]] ("),
+    ("config_is_resolved: treu\n", "config_is_resolved='treu' ("),
+    ("model_name:\n", ":1) is not of type str"),
+    ("[steps, log_period]: 3\n", "unknown key '['steps', 'log_period']' ("),
   ],
 )
 def test_broken_yaml_is_one_line(tmp_path, text, told):

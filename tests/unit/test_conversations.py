@@ -18,7 +18,7 @@ import tokenizers
 
 from maxghost import config, data
 from maxghost.config import ConfigError
-from maxghost.data import chat
+from maxghost.data import chat, tokenizer_files
 from maxghost.data.conversations import Rendering
 from maxghost.data.tokenizers import ByteTokenizer, load_tokenizer
 
@@ -186,6 +186,28 @@ def test_conversations_with_tools_have_a_template_of_their_own(tmp_path):
   settings["chat_template"][1]["template"] = "{{ tools }}" + MARKED
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
   assert dataset_of(BASE, **keys, dataset_files=files).train.state()["fingerprint"] != before
+
+
+def test_a_template_for_tools_in_a_file_of_its_own_is_read_and_kept(tmp_path):
+  """Where transformers 5 saves it; a run's own template takes the place of both."""
+  named = {"default": MARKED, "tool_use": "{{ tools | tojson }}" + MARKED}
+  settings = WORDS | {"chat_template": [{"name": name, "template": "old"} for name in named]}
+  saved, copied, replaced = (tmp_path / name for name in ("saved", "copied", "replaced"))
+  (saved / "additional_chat_templates").mkdir(parents=True)
+  shutil.copy(Path(tokenizer_file()) / "tokenizer.json", saved)
+  (saved / "tokenizer_config.json").write_text(json.dumps(settings))
+  (saved / "chat_template.jinja").write_text(named["default"])
+  kind, tools = "huggingface", [{"a": 1}]
+  load = lambda folder: Rendering.of(BASE, load_tokenizer(kind, str(folder)))  # noqa: E731
+  assert encode(load(saved), messages=TURNS, tools=tools) == encode(load(saved), messages=TURNS)
+  (saved / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+  tokenizer_files.save(load_tokenizer(kind, str(saved)), kind, copied)
+  for folder in (saved, copied):
+    whole, trained = encode(load(folder), messages=TURNS)
+    assert encode(load(folder), messages=TURNS, tools=tools) == ('[{"a": 1}]' + whole, trained)
+  (tmp_path / "own.jinja").write_text("own" + MARKED)
+  tokenizer_files.save(load_tokenizer(kind, str(saved)), kind, replaced, str(tmp_path / "own.jinja"))
+  assert encode(load(replaced), messages=TURNS, tools=tools) == ("own" + whole, trained)
 
 
 def test_what_templates_may_use():

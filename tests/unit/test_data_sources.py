@@ -575,11 +575,14 @@ def test_skipped_lines_are_not_looked_for(tmp_path, monkeypatch):
   assert dataset.train.counts["corrupt"] + dataset.train.counts["documents"] > len(B)
 
 
-def test_a_record_nested_too_deeply_is_a_corrupt_one(tmp_path):
-  deep = b'{"text": "x", "other": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-  write_records(tmp_path / "b.array_record", [json.dumps({"text": text}).encode() for text in B] + [deep])
+@pytest.mark.parametrize("other", [b"[" * 100_000 + b"]" * 100_000, b"1" * 5000], ids=["deep", "digits"])
+def test_a_record_nested_too_deeply_or_with_too_many_digits_is_a_corrupt_one(tmp_path, other):
+  deep = b'{"text": "x", "other": ' + other + b"}"
   keys = dict(dataset_type="grain", dataset_files=(f"b={tmp_path}/*",), shuffle_window_bytes=10**9)
-  assert "record 29: not JSON objects as the file's first record is" in refused(**keys, ghost_val_fraction=1.0)
+  write_records(tmp_path / "b.array_record", [deep])  # no plain text
+  assert "record 0: its file holds JSON objects, and this is none" in refused(**keys, ghost_val_fraction=1.0)
+  write_records(tmp_path / "b.array_record", [json.dumps({"text": text}).encode() for text in B] + [deep])
+  assert "record 29: its file holds JSON objects, and this is none" in refused(**keys, ghost_val_fraction=1.0)
   dataset = data.load_dataset(dataclasses.replace(BASE, **keys, on_corrupt="skip", ghost_val_fraction=0.1))
   assert next(dataset.train) and dataset.train.counts["corrupt"] == 1
 

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import json
+import os
 import pickle
 import shutil
 import unicodedata
@@ -13,16 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving_fakes import EchoBatcher, served
 
 from maxghost import config, data
 from maxghost.config import ConfigError
-from maxghost.data import chat, tokenizer_files
+from maxghost.data import chat, duplicates, tokenizer_files
 from maxghost.data.conversations import Rendering
 from maxghost.data.prepare import train_bpe
 from maxghost.data.sources import synthetic
 from maxghost.data.tokenizers import check_specials, load_tokenizer
 from maxghost.data.types import Document
-from maxghost.serving.batcher import Row
+from maxghost.serving.batcher import Piece, Row
+from maxghost.serving.http import Answer
 
 TEXTS = ["the river keeps under the stone", "  Grüße, 漢字 & 🙂\n\tend ", "", "<|eos|> spelled out <|bos|>", "x"]
 
@@ -143,6 +146,25 @@ def test_pieces_keep_their_spaces_and_bytes(kind, made, tmp_path):
   assert tokenizer.piece(tokenizer.eos_id) == tokenizer.piece(tokenizer.vocab_size) == b""
   tokenizer.encode = None  # a fixed text is not encoded for every token
   assert b" r".startswith(tokenizer.piece(answer[0]))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "like_llama2"])
+def test_offsets_of_an_answer_behind_no_text(kind, made, tmp_path):
+  """The last two kinds drop the space of its first token: the later ones begin a place earlier."""
+  like = kind == "like_llama2"
+  tokenizer = load_tokenizer("huggingface", like_llama2(tmp_path)) if like else load(made, kind)
+  text = "the" if kind == "huggingface" else " the"
+  for prompt in ([tokenizer.bos_id], [tokenizer.bos_id, *tokenizer.encode([b"x"])[0].tolist()]):
+    ids = tokenizer.encode_behind(f"{text} r漢 the".encode()).tolist()
+    ids = [tokenizer.bos_id, *ids] if len(prompt) == 1 else ids
+    whole = Row(tokenizer, (), (), prompt).take(ids, last=True)
+    assert whole == f"{text} r漢 the".removeprefix(" " if len(prompt) == 1 else "")
+    logps = (-0.5,) * len(ids)
+    answer = Answer(served(EchoBatcher(), tokenizer=tokenizer), {"stream": False, "logprobs": 0}, [prompt], 1)
+    offsets = answer._logprobs(0, Piece(whole, tuple(ids), logps))["text_offset"]
+    starts = zip(offsets, map(tokenizer.piece, ids), strict=True)
+    shown = [(place, piece.decode()) for place, piece in starts if piece.isascii() and piece]
+    assert [whole[place:][: len(piece)] for place, piece in shown[1:]] == [piece for _, piece in shown[1:]]
 
 
 def test_a_space_does_not_end_an_answer(tmp_path):
@@ -327,3 +349,22 @@ def test_the_home_folder_is_known_by_its_sign(made, monkeypatch):
   for kind, path in made.items():
     monkeypatch.setenv("HOME", str(Path(path).parent))
     assert load_tokenizer(kind, f"~/{Path(path).name}").fingerprint == load_tokenizer(kind, path).fingerprint
+
+
+def test_files_without_an_end_are_refused(made, tmp_path):
+  """A pipe would be read forever."""
+  os.mkfifo(pipe := tmp_path / "pipe")
+  tokenizer = load(made, "huggingface")
+  for read in (
+    *(lambda kind=kind: load_tokenizer(kind, str(pipe)) for kind in ("huggingface", "sentencepiece")),
+    lambda: chat.load(str(pipe), tokenizer),
+    lambda: duplicates.read_ids(str(pipe), synthetic.load(("words",))),
+  ):
+    with pytest.raises(ConfigError, match=r"pipe cannot be read: .*it is no regular file"):
+      read()
+
+
+def test_an_empty_file_is_no_sentencepiece_model(tmp_path):
+  (tmp_path / "empty.model").write_bytes(b"")
+  with pytest.raises(ConfigError, match=r"empty\.model is no SentencePiece model: it has no pieces"):
+    load_tokenizer("sentencepiece", str(tmp_path / "empty.model"))

@@ -84,6 +84,25 @@ def test_logits_straight_from_the_folder(tmp_path):
   np.testing.assert_allclose(logits, parity["logits"], rtol=0, atol=2e-5)
 
 
+def test_a_gpt_oss_with_another_clamp_is_exported_with_a_note_and_without_one_refused(tmp_path):
+  """transformers 4 clamps at 7 whatever config.json says; 5 clamps at a limit below zero too."""
+  source, content = tmp_path / "hf", json.loads((hf_models.FOLDER / "gpt_oss" / "config.json").read_text())
+  shutil.copytree(hf_models.FOLDER / "gpt_oss", source)
+  for limit, notes in ((7.0, []), (5.0, ["note: transformers 4 does not read swiglu_limit=5 and computes with 7"])):
+    (source / "config.json").write_text(json.dumps(content | {"swiglu_limit": limit}))
+    hf_checkpoint.export_model(source, tmp_path / f"out{limit}", say=(said := []).append)
+    assert [line.partition(";")[0] for line in said if line.startswith("note")] == notes
+  cfg = hf_checkpoint.import_model(source, tmp_path / "in", say=silent)
+  for limit in (-1.0, 0.0):
+    (source / "config.json").write_text(json.dumps(content | {"swiglu_limit": limit}))
+    with pytest.raises(ConfigError, match=f"swiglu_limit={limit} must be above 0"):
+      load_model.find(source)
+    config.save(config.replace(cfg, mlp_activations_limit=limit), tmp_path / "in" / "config.yml")
+    with pytest.raises(ConfigError, match=f"swiglu_limit={limit} must be above 0"):
+      hf_checkpoint.export_model(tmp_path / "in", tmp_path / "out", say=silent)
+  assert not (tmp_path / "out").exists()
+
+
 def test_narrow_weights_keep_their_bits_and_widen_on_request(llama, tmp_path):
   rewrite(llama, lambda tensors: {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()})
   cfg = hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)

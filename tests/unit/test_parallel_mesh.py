@@ -11,17 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import PartitionSpec
 from meshes import make_config
 
 from maxghost import config
+from maxghost.checkpoint import checksum
 from maxghost.config import ConfigError
 from maxghost.parallel import collectives, distributed, rendezvous, topologies
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import DEFAULT_RULES, make_rules, unused_axes
 from maxghost.parallel.shardings import Layout, check_rules, check_spread, own_rows
+from maxghost.serving import Engine, Generator
 from maxghost.training import devices, state
 from maxghost.training.plan import Plan
 
@@ -264,6 +267,7 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
     (["jax_distributed=here,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
     (["jax_distributed=a:0,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
     (["jax_distributed=a:65536,0/2"], "is not auto, on, off or HOST:PORT,K/N"),
+    (["jax_distributed=a:1,0/0"], "is not auto, on, off or HOST:PORT,K/N"),
     (["jax_distributed=a:1,2/2"], "the numbers are 0 to 1"),
   ],
 )  # fmt: skip
@@ -527,3 +531,23 @@ def test_programs_of_several_cpu_devices_are_compiled_with_few_collectives_at_on
     assert "xla_cpu_scheduler_type" not in devices.compiler_options(one)
     assert devices.compiler_options() == devices.compiler_options(one)
     assert devices.compiler_options(dataclasses.replace(several, abstract_platform="tpu")) == {}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_serving_and_checkpoints_compile_on_a_mesh_has_few_collectives_at_once(count, monkeypatch):
+  """As the steps of a run, see `test_virtual_devices_do_not_wait_for_each_other_forever`."""
+  cfg = make_config({})
+  graphdef, state = nnx.split(tiny.make_model(cfg))
+  layout, options = Layout.of(parallel(), jax.devices()[:count]), []
+  state = jax.device_put(state, layout.shardings(state))
+  compile_it, jit = jax.stages.Lowered.compile, jax.jit
+  noted = lambda self, compiler_options=None: options.append(compiler_options) or compile_it(self, compiler_options)  # noqa: E731
+  monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+  Generator(graphdef, 24).generate(state, [[5, 6], [7]], 2)
+  assert len(options) == 2
+  engine = Engine(graphdef, slots=2, cache_size=24, layout=layout)
+  engine.insert(engine.prefill(engine.load_params(state), [5, 6]), engine.init_decode_state(), 0)
+  assert len(options) == 7
+  monkeypatch.setattr(jax, "jit", lambda f, **given: options.append(given.get("compiler_options")) or jit(f, **given))
+  checksum.checksums(jax.tree.leaves(state))
+  assert options == [{"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if count > 1 else {}] * 8

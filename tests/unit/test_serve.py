@@ -71,13 +71,13 @@ def test_offsets_count_characters_of_the_text(client):
   said = client.completions.create(model="echo", prompt="aé漢b", logprobs=0).choices[0].logprobs
   assert said.text_offset == [0, 1, 1, 2, 2, 2, 3, 4] and said.top_logprobs == [{}] * 8
   assert b"".join(map(bytes, said.bytes)) == "aé漢b".encode()
-  answer = Answer(served(EchoBatcher()), {"logprobs": 0, "stream": False}, 1, 1)
+  answer = Answer(served(EchoBatcher()), {"logprobs": 0, "stream": False}, [[1]], 1)
   ids = (97, 255, 98, 234, 99, 195, 169, 100)  # not UTF-8: such bytes are a character of the text, too
   assert answer._logprobs(0, Piece("a\ufffdb\ufffdcéd", ids, (-0.5,) * 8))["text_offset"] == [0, 1, 2, 3, 3, 5, 5, 6]
 
 
 def test_of_alternatives_with_one_text_the_likeliest_is_told():
-  answer = Answer(served(EchoBatcher()), {"logprobs": 3, "stream": False}, 1, 1)
+  answer = Answer(served(EchoBatcher()), {"logprobs": 3, "stream": False}, [[1]], 1)
   piece = Piece("\ufffd", (203,), (-0.5,), ({203: -0.5, 97: -0.7, 204: -1.5, 256: -2.5, 257: -3.5},), "length")
   assert answer._logprobs(0, piece)["top_logprobs"] == [{"\ufffd": -0.5, "a": -0.7, "": -2.5}]
 

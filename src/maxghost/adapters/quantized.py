@@ -47,7 +47,7 @@ class Frozen(nnx.Variable):
   """A part of a quantised matrix."""
 
 
-def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
+def quantize(kernel, qtype: str, depth: int, in_axes: int, what: str = "a matrix") -> dict[str, Any]:
   """The parts of a kernel [*stack, *I, *O] by name (`NAMES`); floats are float32, or the kernel's float64.
 
   codes: int8 [*stack, d, *O], or uint8 [*stack, d / 2, *O] for nf4 and int4. sizes: m, [*stack, d / t, p]; int8 for
@@ -59,7 +59,9 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int) -> dict[str, Any]:
     sizes = jnp.abs(kernel.astype(wide)).max(-1, keepdims=True)
     codes = jnp.round(kernel.astype(wide) / jnp.where(sizes == 0, 1, sizes) * _STEPS)
     return {"codes": codes.astype(jnp.int8), "sizes": sizes}
-  tile = math.gcd(_TILE4 if qtype == "int4" else _TILE, math.prod(kernel.shape[depth : depth + in_axes]))
+  if (inputs := math.prod(kernel.shape[depth : depth + in_axes])) % 2:
+    raise ConfigError(f"{what} has {inputs} inputs, of which no two make a pair, as {qtype} holds them")
+  tile = math.gcd(_TILE4 if qtype == "int4" else _TILE, inputs)
   stack, outputs = kernel.shape[:depth], kernel.shape[depth + in_axes :]
   blocks = kernel.astype(wide).reshape(*stack, -1, tile, math.prod(outputs))
   if qtype == "int4":
@@ -266,9 +268,7 @@ def _replace(layer: Any, name: str, what: str, qtype: str, kind: type) -> None:
   """Puts the parts of a Param in its place, each under its own name; of experts behind that of the matrix."""
   kernel, (in_axes, out_axes) = getattr(layer, name), matrix_axes(layer)
   depth, axes = kernel.ndim - in_axes - out_axes, kernel.get_metadata().get("axes")
-  if (inputs := math.prod(kernel.shape[depth : depth + in_axes])) % 2 and qtype != "table":
-    raise ConfigError(f"{what} has {inputs} inputs, of which no two make a pair")
-  for part, x in quantize(kernel[...], qtype, depth, in_axes).items():
+  for part, x in quantize(kernel[...], qtype, depth, in_axes, what).items():
     setattr(layer, f"{name}_{part}" if kind is QuantizedMoe else part, variable := Frozen(x))
     if axes is not None:
       whole = (*axes[: depth + 1], *axes[depth + in_axes :])

@@ -14,11 +14,13 @@ from jax import lax
 
 from maxghost.checkpoint.host_checksum import SPREAD
 from maxghost.models import streaming
+from maxghost.parallel.shardings import ordered_collectives
 
 
 def checksums(leaves: Sequence[jax.Array | np.ndarray]) -> list[int]:
   """One number in [0, 2^32) for each array; waits for the result. Equal bytes and shape give equal numbers."""
-  return [int(np.asarray(value)) for value in _checksums(leaves)]
+  run = jax.jit(_checksums, compiler_options=ordered_collectives(leaves))
+  return [int(np.asarray(value)) for value in run(leaves)]
 
 
 def _checksum(x: jax.Array) -> jax.Array:
@@ -56,4 +58,5 @@ def _words(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(int(bits), 32)}")).astype(jnp.uint32)
 
 
-_checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
+def _checksums(leaves) -> list[jax.Array]:
+  return [_checksum(leaf) for leaf in leaves]

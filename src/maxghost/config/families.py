@@ -71,7 +71,7 @@ class HuggingFace:
     `a or b`, or `a if c`, where c is true.
   sliding: which layers slide where `layer_types` does not say: none (""), "all", "late" (from max_window_layers on) or
     "alternate". layer_types: whether that entry is written.
-  prefix: a level that some files leave out of the tensors' names. ignored: patterns of tensors without a parameter.
+  prefix: a level that some files leave out of the tensors' names. ignored: pattern of tensors without a parameter.
   """
 
   model_type: str
@@ -83,7 +83,7 @@ class HuggingFace:
   sliding: str = ""
   layer_types: bool = False
   prefix: str = "model."
-  ignored: Sequence[str] = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+  ignored: str = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)

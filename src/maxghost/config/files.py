@@ -1,6 +1,7 @@
 """The folder of the shipped configurations, files that are written whole or not at all, and JSON with a checksum."""
 
 import contextlib
+import errno
 import json
 import os
 import zlib
@@ -46,6 +47,13 @@ def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[Binar
     raise
   if durable:
     sync(path.parent)
+
+
+def with_end(path: Path) -> Path:
+  """The path of what is to be read. Raises OSError for a pipe or a device, which may have no end."""
+  if path.exists() and not (path.is_file() or path.is_dir()):
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+  return path
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

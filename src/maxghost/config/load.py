@@ -68,10 +68,11 @@ def load_with_origins(path=None, *overrides: str, base_dir=None) -> Loaded:
   problems, notes, stems = [], [], [Path(path or "").stem]
   base = _read_yaml(Path(path), problems) if path is not None else {}
   command = _read_overrides(overrides, problems, notes)
-  resolved = RESOLVED in base and _node_text(base.pop(RESOLVED).node) == "'true'"
+  problem, resolved = _convert(RESOLVED, bool, base.pop(RESOLVED)) if RESOLVED in base else ("", False)
+  problems += [problem] if problem else []
   model = {}
   model_name = command.get("model_name") or (None if resolved else base.get("model_name"))
-  if model_name is not None and isinstance(model_name.node, yaml.ScalarNode):
+  if model_name and isinstance(model_name.node, yaml.ScalarNode) and model_name.node.tag != values.NULL_TAG:
     folders = [Path(base_dir)] if base_dir is not None else [Path(path).parent] if path is not None else []
     model = _read_model_file(model_name, [*folders, files.config_dir()], problems)
     stems += [model_name.node.value] if model else []
@@ -99,10 +100,7 @@ def _unread(loaded: Loaded, own: tuple[str, ...]) -> Iterator[str]:
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   """The keys of a flat YAML file, with duplicates, syntax errors and a missing file reported in `problems`."""
   try:
-    if path.exists() and not path.is_file() and not path.is_dir():
-      problems.append(f"config file {path} is no regular file; give a .yml file")
-      return {}
-    root = yaml.compose(path.read_bytes(), Loader=_Loader)
+    root = yaml.compose(files.with_end(path).read_bytes(), Loader=_Loader)
   except OSError as error:
     reasons = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder"}
     reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
@@ -123,7 +121,8 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   for pair in root.value:
     in_group = pair[0].value in renamed.GROUPS and isinstance(pair[1], yaml.MappingNode)
     for key_node, node in pair[1].value if in_group else (pair,):
-      key, line = str(key_node.value), key_node.start_mark.line + 1
+      key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _node_text(key_node)
+      line = key_node.start_mark.line + 1
       if key in given:
         first = given[key].origin.rpartition(":")[2]
         problems.append(f"{key} is given twice in {path}, in lines {first} and {line}; remove one")
@@ -157,7 +156,7 @@ def _read_override(text: str, kind: Any) -> Given:
   try:
     return Given(COMMAND_LINE, yaml.compose(text, Loader=_Loader))
   except yaml.YAMLError:
-    if kind is str:  # a text that merely starts with a quote, such as '"Yes," he said'
+    if not values.is_tuple(kind):  # also a text that merely starts with a quote, such as '"Yes," he said'
       return Given(COMMAND_LINE, plain)
     start = text if len(text) <= 80 else f"{text[:80]}..."
     return Given(COMMAND_LINE, None, f"'{start}' is not a YAML list; write a,b or quote the items")

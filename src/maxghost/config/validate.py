@@ -232,7 +232,7 @@ def processes(v: Values) -> Iterator[str]:
   if v.jax_distributed in ("auto", "on", "off"):
     return
   found, given = DISTRIBUTED.fullmatch(v.jax_distributed), v["jax_distributed"]
-  if not found or not 0 < int(found[1].rpartition(":")[2]) < 2**16:
+  if not found or not 0 < int(found[1].rpartition(":")[2]) < 2**16 or not int(found[3]):
     yield f"{given} is not auto, on, off or HOST:PORT,K/N (process K, from 0, of N), such as 10.0.0.1:1234,0/2"
   elif int(found[2]) >= int(found[3]):
     yield f"{given} calls this process {found[2]}, but of {found[3]} the numbers are 0 to {int(found[3]) - 1}"

@@ -105,13 +105,15 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
   sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="maxghost")
+  if os.environ.get("COLUMNS") == "0":  # of a terminal of unknown width; rich would show nothing
+    del os.environ["COLUMNS"]
   code = 0
   try:
     code = work() or 0
     sys.stdout.flush()
   except ConfigError as error:
     for problem in error.problems or (str(error),):
-      print_problem(problem, name)
+      print_problem(problem.replace("\n", "\\n"), name)
     return error.exit_code
   except KeyboardInterrupt:
     print_problem(stopped, name)
@@ -134,7 +136,10 @@ def _no_defect(error: Exception) -> tuple[str, int] | None:
     return f"out of device memory: {said}", 1
   if isinstance(error, ValueError) and "embedded null" in said:
     return "a path holds a NUL character", ConfigError.exit_code
-  if asked and traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py"):
+  place = traceback.extract_tb(error.__traceback__)[-1].filename
+  if isinstance(error, ValueError) and place.endswith("jax/_src/config.py"):
+    return f"an environment variable of JAX is wrong: {said}", ConfigError.exit_code
+  if asked and place.endswith("xla_bridge.py"):
     fix = "unset it, or install what this device needs: pip install '.[gpu]' or '.[tpu]'"
     return f"JAX_PLATFORMS={asked}: JAX finds no such device here{said and f' ({said})'}; {fix}", ConfigError.exit_code
   return None

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from maxghost.config.files import with_end
 from maxghost.config.values import ConfigError, naming
-from maxghost.data.tokenizer_files import TEMPLATE
+from maxghost.data.tokenizer_files import TEMPLATE, TOOLS_TEMPLATE
 from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
 SETTINGS = "tokenizer_config.json"
@@ -101,17 +102,19 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
     own, with_tools = named.get("default", ""), named.get("tool_use", "")
   if not isinstance(own, str) or not isinstance(with_tools, str):
     raise ConfigError(f"{settings} is damaged: its chat_template is no text")
+  files = [Path(path)] if path else []
   if not path and tokenizer.path and (folder / TEMPLATE).is_file():
-    path = str(folder / TEMPLATE)
-  if not path and not own:
+    files = [folder / TEMPLATE, *([folder / TOOLS_TEMPLATE] if (folder / TOOLS_TEMPLATE).is_file() else [])]
+  if not files and not own:
     return None
-  with naming(key, path):
+  name = str(files[0] if files else settings)
+  with naming(key, name):
     try:
-      source = Path(path).expanduser().read_text(encoding="utf-8") if path else own
+      read = [with_end(file.expanduser()).read_text(encoding="utf-8") for file in files] or [own, with_tools]
     except (OSError, UnicodeDecodeError) as error:
-      raise ConfigError(f"chat template {Path(path)} cannot be read: {error}") from error
-    _compiled(path or str(settings), source)
-  return Template(path or str(settings), source, words, "" if path else with_tools)
+      raise ConfigError(f"chat template {name} cannot be read: {error}") from error
+    _compiled(name, read[0])
+  return Template(name, read[0], words, read[1] if len(read) > 1 else "")
 
 
 @functools.lru_cache(8)

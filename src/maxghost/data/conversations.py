@@ -6,9 +6,7 @@ messages) with the `prompt` of both; without one, it is the messages that both b
 """
 
 import functools
-import itertools
 import json
-import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from maxghost.config.plugins import REFERENCE_COLUMNS
 from maxghost.data import chat
 from maxghost.data.packing import Encoded, token_dtype
 from maxghost.data.rewards import LARGEST
-from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials
+from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials, num_shared
 from maxghost.data.windows import Units, concatenated
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -88,11 +86,6 @@ def _message(given: Any, name: str) -> dict:
   return message
 
 
-def _shared(one: Sequence | np.ndarray, two: Sequence | np.ndarray) -> int:
-  """The number of items with which both begin."""
-  return sum(itertools.takewhile(bool, map(operator.eq, one, two)))
-
-
 @dataclass(frozen=True)
 class Rendering:
   """How conversations become tokens. template: None = lines `role: content`, for the tokenizer of bytes."""
@@ -154,13 +147,12 @@ class Rendering:
     return ids, weights
 
   def _plain(self, prompt: str, completion: str) -> Pieces:
-    """Both tokenized alone, unless that says another text, as where the tokenizer begins each with a space. Then both
-    together, and the completion begins where the tokens are no longer those of the prompt alone, as in TRL."""
-    own, rest = self.tokenizer.encode([prompt.encode(), completion.encode()])
-    if self.tokenizer.decode(np.concatenate([own, rest])) != (text := (prompt + completion).encode()):
-      (whole,) = self.tokenizer.encode([text])
-      own, rest = np.split(whole, [_shared(own, whole)])
-    return [(own, False), (rest, True), *[([self.tokenizer.eos_id or 0], True)] * self.add_eos]
+    """A prompt and its completion; where both are tokenized together, they are split as in TRL."""
+    own, rest = self.tokenizer.encode_pair(prompt.encode(), completion.encode())
+    pieces: Pieces = [(own, False), (rest, True)]
+    if self.add_eos:
+      pieces.append(([self.tokenizer.eos_id or 0], True))
+    return pieces
 
   def _turns(self, messages: Sequence[dict], first: int = 0) -> Pieces:
     """Lines `role: content`; an answer ends with the end token. Raises ConfigError for a tokenizer of words."""
@@ -179,7 +171,8 @@ class Rendering:
   def _joined(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of the pieces, each tokenized alone, behind the begin token."""
     check_specials(self.tokenizer, self.add_bos, self.add_eos)
-    pieces = [*[([self.tokenizer.bos_id or 0], False)] * self.add_bos, *pieces]
+    if self.add_bos:
+      pieces = [([self.tokenizer.bos_id or 0], False), *pieces]
     ids = [self.tokenizer.encode([p.encode()])[0] if isinstance(p, str) else np.asarray(p) for p, _ in pieces]
     weights = np.repeat(np.array([trained for _, trained in pieces], np.float32), list(map(len, ids)))
     return np.concatenate(ids).astype(np.int32), weights
@@ -259,7 +252,7 @@ class PairUnits(ConversationUnits):
       if not response or not isinstance(response, str | list):
         raise ValueError(f"it has no {name} response, a text or a list of messages")
     has_turns = prompt is None and not isinstance(responses[0], str)
-    if has_turns and 0 < (first := _shared(*responses)) < min(map(len, responses)):
+    if has_turns and 0 < (first := num_shared(*responses)) < min(map(len, responses)):
       prompt, responses = responses[0][:first], [response[first:] for response in responses]
     for response in responses:
       whole = {"messages": response} if isinstance(response, list) else {"prompt": "", "completion": response}
@@ -270,7 +263,7 @@ class PairUnits(ConversationUnits):
       where = "" if np.array_equal(chosen, rejected) else f" up to max_target_length={most - 1}"
       raise ValueError(f"its chosen and rejected responses are the same{where}")
     if prompt is None:
-      shared = _shared(chosen, rejected)
+      shared = num_shared(chosen, rejected)
       found = [(ids, np.where(np.arange(len(ids)) < shared, 0, weight)) for ids, weight in found]
     elif isinstance(prompt, str):  # a response whose first token holds the prompt's end begins before the other one
       first = min(int(weight.argmax()) for _, weight in found)

@@ -12,10 +12,11 @@ from maxghost.config.files import write_text
 from maxghost.config.values import import_package
 from maxghost.data import tokenizers
 
-FOLDER, TEMPLATE = "tokenizer", "chat_template.jinja"
+FOLDER, TEMPLATE, TOOLS_TEMPLATE = "tokenizer", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 # What transformers saves beside a model for its tokenizer, and the tokens that end a text.
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                     "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, "generation_config.json")  # fmt: skip
+                     "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, TOOLS_TEMPLATE,
+                     "generation_config.json")  # fmt: skip
 _PATTERNS = {tokenizers.HUGGINGFACE: "tokenizer.json", tokenizers.SENTENCEPIECE: "*.model",
              tokenizers.TIKTOKEN: "*.encoding.json"}  # fmt: skip
 
@@ -35,13 +36,14 @@ def save(tokenizer: tokenizers.Tokenizer, kind: str, folder: Path, template: str
     shutil.copyfile(file, folder / "tokenizer.json")
   if template:
     shutil.copyfile(Path(template).expanduser(), kept)
+    (folder / TOOLS_TEMPLATE).unlink(missing_ok=True)  # it is for conversations with tools too
 
 
 def copy(source: Path, target: Path) -> list[str]:
   """Copies the files of a Hugging Face tokenizer; returns their names. Creates `target` if there are any."""
-  if names := [name for name in HUGGINGFACE_FILES if (source / name).is_file()]:
-    target.mkdir(exist_ok=True)
+  names = [name for name in HUGGINGFACE_FILES if (source / name).is_file()]
   for name in names:
+    (target / name).parent.mkdir(exist_ok=True, parents=True)
     shutil.copyfile(source / name, target / name)
   return names
 

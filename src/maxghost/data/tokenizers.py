@@ -7,7 +7,9 @@ V: size of the vocabulary.
 import base64
 import functools
 import hashlib
+import itertools
 import json
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from maxghost.config.files import with_end
 from maxghost.config.values import ConfigError, did_you_mean, import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
@@ -71,22 +74,31 @@ class Tokenizer:
     covers (first, and behind the last), int64[n, 2]. Raises ConfigError for a kind that cannot."""
     raise ConfigError(f"chat templates need tokenizer_type=huggingface, a tokenizer.json; {self.name} is another kind")
 
-  def decode(self, ids: np.ndarray) -> bytes:
+  def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
     """The text of the ids; special ids have none, nor have those that only the model's padded vocabulary has."""
     return b"".join([self._pieces[i] or b"" for i in np.asarray(ids).tolist() if i < self.vocab_size])
 
   def piece(self, number: int) -> bytes:
     """The bytes of a token inside a text; alone, its first space may be dropped, and a part of a character replaced."""
-    text = self.decode(np.array([*self._letter, number]))[len(self.decode(np.array(self._letter))) :]
+    text = self.decode([*self._letter, number])[len(self.decode(self._letter)) :]
     is_byte = text == "\ufffd".encode() and (name := self._spelled(number)).startswith("<0x")
     return bytes.fromhex(name[3:5]) if is_byte else text
 
+  def encode_pair(self, before: bytes, text: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of two texts, each tokenized alone, unless that says another text, as where the tokenizer begins each with a
+    space. Then both together, and the second begins where the tokens are no longer those of the first alone."""
+    own, rest = self.encode([before, text])
+    if self.decode(np.concatenate([own, rest])) != before + text:
+      (whole,) = self.encode([before + text])
+      own, rest = np.split(whole, [num_shared(own, whole)])
+    return own, rest
+
   def encode_behind(self, text: bytes) -> np.ndarray:
     """Ids of a text, maybe normalized, behind another one: tokenizers that begin texts with a space add none."""
-    for exact, before in [(x, y) for x in (True, False) for y in (b"", b".", b"a", b"0")]:
-      head, whole, alone = self.encode([before, before + text, text])
-      behind = self.decode(np.array([*self._letter, *(rest := whole[len(head) :])]))
-      if [*head, *rest] == [*whole] and behind == b"a" + (text if exact else self.decode(alone)):
+    (alone,) = self.encode([text])
+    for wanted, before in itertools.product((text, self.decode(alone)), (b"", b".", b"a", b"0")):
+      _, rest = self.encode_pair(before, text)
+      if self.decode([*self._letter, *rest]) == b"a" + wanted:
         return rest
     return alone
 
@@ -111,6 +123,11 @@ class Tokenizer:
     decoded = [Tokenizer.decode(self, ids) for ids in self.encode(texts)]
     self.byte_table = table if decoded[0] == texts[0] else None
     self.normalizes = self.normalizes or decoded[1] != texts[1]
+
+
+def num_shared(one: Sequence | np.ndarray, two: Sequence | np.ndarray) -> int:
+  """The number of items with which both begin."""
+  return sum(itertools.takewhile(bool, map(operator.eq, one, two)))
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -156,7 +173,7 @@ class ByteTokenizer(Tokenizer):
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.frombuffer(text, np.uint8) for text in texts]
 
-  def decode(self, ids: np.ndarray) -> bytes:
+  def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
     ids = np.asarray(ids)
     return ids[ids < 256].astype(np.uint8).tobytes()
 
@@ -218,7 +235,7 @@ class HuggingFaceTokenizer(Tokenizer):
       out.append((np.array(one.ids, np.int32), _gaps(place[[start for start, _ in one.offsets]], len(text))))
     return out
 
-  def decode(self, ids: np.ndarray) -> bytes:
+  def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
     if self.byte_table is not None:
       return super().decode(ids)
     return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True).encode("utf-8")
@@ -232,6 +249,8 @@ class SentencePieceTokenizer(Tokenizer):
     raw = _read(Path(path))
     try:
       self._inner = sentencepiece.SentencePieceProcessor(model_proto=raw)
+      if not self._inner.vocab_size():
+        raise RuntimeError("it has no pieces")
     except RuntimeError as error:
       raise ConfigError(f"tokenizer_path={path} is no SentencePiece model: {error}") from error
     self.name, self.path, self.fingerprint, self._spelled = path, Path(path), _digest(raw), self._inner.id_to_piece
@@ -251,7 +270,7 @@ class SentencePieceTokenizer(Tokenizer):
       for one, text in zip(found, texts, strict=True)
     ]
 
-  def decode(self, ids: np.ndarray) -> bytes:
+  def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
     return self._inner.decode([i for i in np.asarray(ids).tolist() if i < self.vocab_size]).encode("utf-8")
 
 
@@ -339,7 +358,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 def _read(file: Path) -> bytes:
   try:
-    return file.read_bytes()
+    return with_end(file).read_bytes()
   except OSError as error:
     raise ConfigError(f"tokenizer_path={file} cannot be read: {error.strerror}") from error
 

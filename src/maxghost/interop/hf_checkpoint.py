@@ -106,6 +106,8 @@ def export_model(
     check_written(checkpoint, huggingface.open_folder(temporary), params_only=True, ram_bytes=ram_bytes)
   if cfg.model.decoder_block == "llama2" and cfg.model.base_emb_dim % cfg.model.base_num_query_heads:
     say("note: transformers 5 reads no Llama with a base_emb_dim that base_num_query_heads does not divide; 4 does")
+  if cfg.model.decoder_block == "gpt_oss" and (limit := cfg.model.mlp_activations_limit) != 7:
+    say(f"note: transformers 4 does not read swiglu_limit={limit:g} and computes with 7; use transformers 5")
   size = sum(tensor.nbytes for tensor in tensors)
   say(f"written {target}: {len(tensors)} tensors, {size / 1e6:.1f} MB, verified byte by byte")
 

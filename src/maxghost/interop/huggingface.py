@@ -98,7 +98,7 @@ def configuration(content: Mapping[str, Any], origin: str, tensors: Mapping[str,
   keys = huggingface_config.keys_of(content, origin)
   if tensors:
     ignored = FAMILIES[keys["decoder_block"]].huggingface.ignored
-    held = {x.dtype.name for name, x in tensors.items() if not any(re.fullmatch(y, name) for y in ignored)}
+    held = {x.dtype.name for name, x in tensors.items() if not re.fullmatch(ignored, name)}
     keys["weight_dtype"] = huggingface_config.weight_dtype(held, origin)
   # The tokenizer is looked at elsewhere; bytes, the default, would want a vocabulary of their size.
   return replace(load_config(), tokenizer_type="huggingface", **keys)
@@ -143,7 +143,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
     for which, param in enumerate(rule.paths):
       path = tuple(param.replace("decoder/layers/", f"decoder/layers_{layer}/").split("/"))
       parts.setdefault(path, (rule, which, []))[2].append(tensor)
-  unknown = [name for name in known if name not in used and not any(re.fullmatch(x, name) for x in theirs.ignored)]
+  unknown = [name for name in known if name not in used and not re.fullmatch(theirs.ignored, name)]
   if _HEAD in unknown and model.logits_via_embedding and embedding:
     both = known[_HEAD], embedding
     if len({(x.shape, x.dtype) for x in both}) == 1 and len({x.read(None).tobytes() for x in both}) == 1:

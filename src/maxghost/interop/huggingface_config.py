@@ -77,7 +77,10 @@ class _Reader:
 
 def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   """The model keys that make the function of a config.json. Raises LayoutError for what no key can express."""
-  family, read = _family(content, origin), _Reader(content, origin)
+  kind, known = content.get("model_type"), {family.huggingface.model_type: family for family in FAMILIES.values()}
+  if not isinstance(kind, str) or kind not in known:
+    raise LayoutError(f"{origin}: model_type={kind} is not known{did_you_mean(str(kind), sorted(known), 'known are')}")
+  family, read = known[kind], _Reader(content, origin)
   entries = family.huggingface.entries
   missing = [x.names[0] for x in entries if x.default is REQUIRED and read.get(*x.names) is None]
   if not isinstance(rope := read.get("rope_scaling") or read.get("rope_parameters", default={}), dict):
@@ -91,6 +94,8 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   for name, allowed in family.huggingface.demands.items():
     if (value := read.get(name, default=allowed[0])) not in allowed:
       read.problem(f"{name}={shown(value)} is not known here; known is {' or '.join(map(shown, allowed))}")
+  if (limit := keys.get("mlp_activations_limit")) is not None and limit <= 0:
+    read.problem(f"swiglu_limit={shown(limit)} must be above 0: transformers clamps to it, which is no clamp here")
   if family.learned_positions:
     keys["max_target_length"] = min(256, keys["trainable_position_size"] or 1)
   keys |= _rotary(read, rope) if keys.get("rope_type") != "none" else {}
@@ -102,14 +107,6 @@ def keys_of(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
   if read.problems:
     raise LayoutError(*read.problems)
   return keys
-
-
-def _family(content: Mapping[str, Any], origin: str) -> Family:
-  kind = content.get("model_type")
-  known = {family.huggingface.model_type: family for family in FAMILIES.values()}
-  if not isinstance(kind, str) or kind not in known:
-    raise LayoutError(f"{origin}: model_type={kind} is not known{did_you_mean(str(kind), sorted(known), 'known are')}")
-  return known[kind]
 
 
 def other_entries(content: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -212,8 +209,10 @@ def config_json(
   """
   family = FAMILIES[model.decoder_block]
   theirs = family.huggingface
-  content = {"use_cache": True} | ({"output_router_logits": False} if family.routed else {}) | dict(others or {})
-  content |= {"architectures": [theirs.model_class], "model_type": theirs.model_type}
+  content: dict[str, Any] = {"use_cache": True}
+  if family.routed:
+    content["output_router_logits"] = False
+  content |= dict(others or {}) | {"architectures": [theirs.model_class], "model_type": theirs.model_type}
   content |= {"dtype": dtype, "torch_dtype": dtype, **{name: known[0] for name, known in theirs.demands.items()}}
   for entry in theirs.entries:
     value = model.feed_forward_width if entry.key == "base_moe_mlp_dim" else getattr(model, entry.key)
@@ -221,7 +220,8 @@ def config_json(
   if model.rope_type != "none":
     content.setdefault("max_position_embeddings", max_positions)
     content |= _write_rotary(model)
-  content |= _write_window(model, family)
+  if theirs.sliding:
+    content |= _write_window(model, theirs)
   for name, number in special_ids.items():  # a model may end a text with one of several tokens
     if number not in (said if isinstance(said := content.get(name), list) else [said]):
       content[name] = number
@@ -233,19 +233,19 @@ def config_json(
   return content
 
 
-def _write_window(model: ModelConfig, family: Family) -> dict[str, Any]:
-  sliding, num_layers = family.huggingface.sliding, model.base_num_decoder_layers
-  if not sliding:
-    return {}
-  types, cycle = model.attention_type, model.inhomogeneous_layer_cycle_interval
-  slides = "local_sliding" in types
-  unused = 128 if sliding == "alternate" else None  # gpt-oss of transformers forms a mask with a window in any case
-  content: dict[str, Any] = {"sliding_window": model.sliding_window_size if slides else unused}
-  if sliding == "late":
+def _write_window(model: ModelConfig, theirs: HuggingFace) -> dict[str, Any]:
+  num_layers, cycle = model.base_num_decoder_layers, model.inhomogeneous_layer_cycle_interval
+  content: dict[str, Any] = {"sliding_window": None}
+  if slides := "local_sliding" in model.attention_type:
+    content["sliding_window"] = model.sliding_window_size
+  elif theirs.sliding == "alternate":
+    content["sliding_window"] = 128  # gpt-oss of transformers forms a mask with a window in any case
+  if theirs.sliding == "late":
     content |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else num_layers}
-  names = {ours: name for name, ours in _LAYER_TYPES.items()}
-  layers = [names[types[i % cycle % len(types)]] for i in range(num_layers)]
-  return content | ({"layer_types": layers} if family.huggingface.layer_types else {})
+  if theirs.layer_types:
+    names, types = {ours: name for name, ours in _LAYER_TYPES.items()}, model.attention_type
+    content["layer_types"] = [names[types[i % cycle % len(types)]] for i in range(num_layers)]
+  return content
 
 
 def _write_rotary(model: ModelConfig) -> dict[str, Any]:
@@ -255,7 +255,8 @@ def _write_rotary(model: ModelConfig) -> dict[str, Any]:
     kind, names = ("yarn", _YARN) if model.rope_type == "yarn" else ("llama3", _LLAMA3)
     scaling = {"rope_type": kind} | {theirs: getattr(model, ours) for ours, theirs in names.items()}
     scaling["original_max_position_embeddings"] = model.original_max_position_embeddings
-    scaling |= {"attention_factor": 1.0} if kind == "yarn" and not model.rope_attention_scaling else {}
+    if kind == "yarn" and not model.rope_attention_scaling:
+      scaling["attention_factor"] = 1.0
   parameters = {"rope_theta": model.rope_max_timescale, "rope_type": "default"} | scaling
   # Without rope_scaling transformers 4 scales gpt-oss.
   return {"rope_theta": model.rope_max_timescale, "rope_parameters": parameters, "rope_scaling": scaling or None}
@@ -265,7 +266,8 @@ def _function_keys(model: ModelConfig) -> dict[str, Any]:
   """The keys that make the model's function; what its other keys leave without effect is not among them."""
   keys = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
   unread = _HOW_COMPUTED | (set().union(*_SCALING.values()) - _SCALING.get(model.rope_type, set()))
-  unread |= {"rope_max_timescale"} if model.rope_type == "none" else set()
+  if model.rope_type == "none":
+    unread |= {"rope_max_timescale"}
   if model.num_experts > 1:
     keys["base_moe_mlp_dim"] = model.feed_forward_width
     unread |= {"base_mlp_dim"}

@@ -37,13 +37,41 @@ def is_query(path: TreePath) -> bool:
 
 
 def read_unscaled(raw: RawTree, model: ModelConfig) -> Checkpoint:
-  """Reads any layout. Raises LayoutError for query weights of MaxText, unless this family has the same in both."""
+  """Reads any layout; MaxText's heads are changed into those of maxghost as they are read. Raises LayoutError."""
   checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  pairs = " --rope_pairs" if model.rope_type == "llama3.1" else ""
-  if checkpoint.values_from == MAXTEXT and (pairs or FAMILIES[model.decoder_block].maxtext_scales_queries is not False):
-    said = f"{raw.origin} holds query weights as MaxText wants them"
-    raise LayoutError(f"{said}; rescale first: maxghost checkpoint rescale --to {MAXGHOST}{pairs}")
-  return checkpoint
+  head_dim, rope_pairs = head_changes(checkpoint, model)
+  if not (head_dim or rope_pairs):
+    return checkpoint
+  record = {**raw.custom_metadata.get(RECORD, {}), "values_from": MAXGHOST}
+  metadata = raw.step_metadata | {"custom_metadata": raw.custom_metadata | {RECORD: record}}
+  changed = _changed_tree(dataclasses.replace(raw, step_metadata=metadata), head_dim, rope_pairs, MAXGHOST)
+  return read_checkpoint(changed, ReadOptions(keep_unknown=True))
+
+
+def head_changes(checkpoint: Checkpoint, model: ModelConfig) -> tuple[int | None, bool]:
+  """(head_dim to rescale queries with, or None; whether heads are reordered) to get a checkpoint's parameters as
+  maxghost has them. Raises LayoutError where this is not known."""
+  scales = FAMILIES[model.decoder_block].maxtext_scales_queries
+  if checkpoint.values_from != MAXTEXT:
+    return None, False
+  if scales is None:
+    unknown = f"how MaxText scales query weights is not known for decoder_block={model.decoder_block}"
+    raise LayoutError(f"{checkpoint.raw.origin} is a checkpoint of MaxText; {unknown}")
+  return model.head_dim if scales else None, model.rope_type == "llama3.1"
+
+
+def _changed_tree(raw: RawTree, head_dim: int | None, rope_pairs: bool, to: str) -> RawTree:
+  """The tree with its heads in the convention of `to`, changed as they are read."""
+
+  def changed(path: TreePath, node: StoredArray, index: tuple[slice, ...] | None) -> np.ndarray:
+    heads = node.read(index and (*index[:-1], slice(None)))
+    return change_leaf(path, heads, head_dim, rope_pairs, to)[..., index[-1] if index else slice(None)]
+
+  nodes = dict(raw.nodes)
+  for path, node in raw.arrays().items():
+    if _ROTATED.search(slash_path(path)):
+      nodes[path] = dataclasses.replace(node, read=functools.partial(changed, path, node))
+  return dataclasses.replace(raw, nodes=nodes)
 
 
 def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> np.ndarray:
@@ -75,17 +103,8 @@ def rescale_checkpoint(
   """
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
-  raw = open_tree(source)
-
-  def changed(path: TreePath, node: StoredArray, index: tuple[slice, ...] | None) -> np.ndarray:
-    heads = node.read(index and (*index[:-1], slice(None)))
-    return change_leaf(path, heads, head_dim, rope_pairs, to)[..., index[-1] if index else slice(None)]
-
-  nodes = dict(raw.nodes)
-  for path, node in raw.arrays().items():
-    if _ROTATED.search(slash_path(path)):
-      nodes[path] = dataclasses.replace(node, read=functools.partial(changed, path, node))
-  checkpoint = read_checkpoint(dataclasses.replace(raw, nodes=nodes), ReadOptions(keep_unknown=True))
+  changed = _changed_tree(open_tree(source), head_dim, rope_pairs, to)
+  checkpoint = read_checkpoint(changed, ReadOptions(keep_unknown=True))
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
   out = full_path(target_path)

@@ -85,8 +85,9 @@ def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: p
   problems += [f"{base.origin} has no matrix for {path}, layer {layer}" for path, layer in found]
   if problems:
     raise LayoutError(*problems[:8])
-  nodes = {path: _changed_node(x, *changed[x]) if x in changed else x for path, x in base.nodes.items()}
-  return dataclasses.replace(base, nodes=nodes)
+  own = checkpoint.raw
+  nodes = {path: _changed_node(x, *changed[x]) if x in changed else x for path, x in own.nodes.items()}
+  return dataclasses.replace(own, nodes=nodes)
 
 
 def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:

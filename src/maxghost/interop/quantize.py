@@ -33,7 +33,7 @@ _PIECE = 1 << 22
 def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
   """The model of any layout with the parts of its matrices in their place, made as they are read. Imports JAX.
 
-  Raises LayoutError for MaxText's query weights, and where the checkpoint has no such matrix.
+  Raises LayoutError where the checkpoint has no such matrix, or as `read_unscaled`.
   """
   from flax import nnx
 
@@ -51,7 +51,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
   if missing := found.keys() - {label for label, _ in refs}:
     raise LayoutError(f"{raw.origin} has no {min(missing)}, which {quantization} narrows")
   nodes = {}
-  for path, node in raw.nodes.items():
+  for path, node in checkpoint.raw.nodes.items():
     if node not in held:
       nodes[path] = node
       continue
@@ -60,7 +60,7 @@ def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
       new = name if own[-1] in ("kernel", "embedding") else f"{own[-1]}_{name}"  # of experts, after their name
       place = (*own[:-1], new, *path[len(own) :])
       nodes[place] = _part(dataclasses.replace(node, path=place), node, name, *held[node])
-  return dataclasses.replace(raw, nodes=nodes)
+  return dataclasses.replace(checkpoint.raw, nodes=nodes)
 
 
 def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, form: str, in_axes: int, out_axes: int):
@@ -72,11 +72,9 @@ def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, f
 
   from maxghost.adapters.quantized import quantize
 
-  run = jax.jit(functools.partial(quantize, qtype=form, depth=0, in_axes=in_axes))
+  run = jax.jit(functools.partial(quantize, qtype=form, depth=0, in_axes=in_axes, what=source.name))
   inner = [size for i, size in enumerate(source.shape) if i != axis]
   lead = len(inner) - in_axes - out_axes
-  if (inputs := math.prod(inner[lead : lead + in_axes])) % 2 and form != "table":
-    raise LayoutError(f"{source.name} has {inputs} inputs, of which no two make a pair, as {form} holds them")
   one = jax.eval_shape(run, jax.ShapeDtypeStruct(tuple(inner[lead:]), source.dtype))[name]
   shape = [*inner[:lead], *one.shape]
   place = None if axis is None else min(axis, len(shape))

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,9 @@ from maxghost.parallel.stages import Stages
 
 AXES = "axes"  # metadata of a Variable: its logical axes
 HOST = "pinned_host"
+# An option for programs of several CPU devices. Collectives hold a thread until all their devices have come: of several
+# that XLA's default order starts at once, some wait forever.
+IN_ORDER: dict[str, Any] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 _current: contextvars.ContextVar = contextvars.ContextVar("maxghost_layout", default=None)
 _target: contextvars.ContextVar = contextvars.ContextVar("maxghost_target_platform", default=None)
@@ -170,6 +173,12 @@ use = functools.partial(setting, _current)  # a layout, or None: the current one
 current: Callable[[], Layout | None] = _current.get  # the layout that a function is traced for
 # Chooses kernels for 'cpu', 'gpu' or 'tpu', to compile ahead of time on a machine without the device.
 tracing_for = functools.partial(setting, _target)
+
+
+def ordered_collectives(arrays: Iterable[Any]) -> dict[str, Any]:
+  """XLA's option for a program whose arguments are `arrays`: `IN_ORDER`, if they lie on several CPU devices."""
+  devices = {device for x in arrays if isinstance(x, jax.Array) for device in x.devices()}
+  return IN_ORDER if len(devices) > 1 and next(iter(devices)).platform == "cpu" else {}
 
 
 def platform() -> str:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from maxghost.serving.engine import DecodeState, Engine, Prefix, Result
 from maxghost.serving.sampling import TOP, Sampling
 
+TAIL = 8  # last ids of a prompt, behind which an answer is decoded
+
 
 class QueueFull(Exception):
   """More requests wait than `queue_limit`; one may be submitted again later."""
@@ -56,7 +58,7 @@ class Row:
     self._tokenizer, self._stop_texts = tokenizer, tuple(stop_texts)
     self.stop_ids = {*stop_ids, *(tokenizer.specials[text] for text in stop_texts if text in tokenizer.specials)}
     self.text, self.num_tokens, self.ended = "", 0, False
-    self._before, self._whole, self._places = prompt[-8:], "", (0, 0)  # ids; whole characters; ids of their end
+    self._before, self._whole, self._places = prompt[-TAIL:], "", (0, 0)  # ids; whole characters; ids of their end
 
   def take(self, ids: Sequence[int], last: bool) -> str:
     """The new text after all `ids` so far; incomplete characters are held back."""

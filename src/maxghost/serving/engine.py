@@ -216,7 +216,9 @@ class Engine:
     """Compiles ahead of the first call of this name, and never again."""
     if name not in self._compiled:
       with shardings.use(self._layout):
-        self._compiled[name] = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+        lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+      options = shardings.ordered_collectives(jax.tree.leaves((self._loaded, arguments)))
+      self._compiled[name] = lowered.compile(compiler_options=options)
     return self._compiled[name](*arguments)
 
   # What is compiled.

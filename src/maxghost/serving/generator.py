@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from maxghost.models.layers import Hidden
+from maxghost.parallel.shardings import ordered_collectives
 from maxghost.serving import kv_cache
 from maxghost.serving.sampling import Sampling, choose
 
@@ -102,7 +103,8 @@ class Generator:
     """Ahead of the call, so that its time is no part of the tokens'."""
     if name not in self._compiled:
       begin = time.perf_counter()
-      self._compiled[name] = function.lower(*arguments).compile()
+      options = ordered_collectives(jax.tree.leaves(arguments))
+      self._compiled[name] = function.lower(*arguments).compile(compiler_options=options)
       self.seconds.compiling += time.perf_counter() - begin
     return self._compiled[name]
 

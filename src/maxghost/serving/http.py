@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.serving import requests
-from maxghost.serving.batcher import Closed, Job, Piece, QueueFull
+from maxghost.serving.batcher import TAIL, Closed, Job, Piece, QueueFull
 from maxghost.serving.requests import Refused, Served
 
 BODY_BYTES = 1 << 20
@@ -136,7 +136,7 @@ class Server:
       values = requests.read(body, fields, served.name)
       prompts = requests.prompts_of(values, served)
       asked = requests.requests_of(values, prompts, served)
-      return Answer(served, values, len(asked), sum(map(len, prompts))), self._submit(asked, put)
+      return Answer(served, values, [one.prompt for one in asked], sum(map(len, prompts))), self._submit(asked, put)
 
     answer, jobs = await asyncio.to_thread(begin)  # long texts take their time
     pieces = self._pieces(request, jobs, events)
@@ -208,11 +208,13 @@ class Server:
 
 
 class Answer:
-  """The answer to one request in OpenAI's form, of `count` texts. streams: whether it is sent as events."""
+  """The answer to one request in OpenAI's form, a text behind each of `prompts`. streams: whether it is sent as events.
+  prompt_tokens: of the request's different prompts."""
 
-  def __init__(self, served: Served, values: dict[str, Any], count: int, prompt_tokens: int):
-    self._values, self._chat, self._piece = values, "messages" in values, served.tokenizer.piece
-    self.streams, self._counts, self._lengths = values["stream"], [prompt_tokens, 0], [0] * count
+  def __init__(self, served: Served, values: dict[str, Any], prompts: Sequence[Sequence[int]], prompt_tokens: int):
+    self._values, self._chat, self._tokenizer = values, "messages" in values, served.tokenizer
+    self.streams, self._counts, count = values["stream"], [prompt_tokens, 0], len(prompts)
+    self._lengths, self._before = [0] * count, [[*prompt[-TAIL:]] for prompt in prompts]
     self._roles: list[dict[str, str]] = [{"role": "assistant"}] * count
     self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(count)]
     kind = "chat.completion" + ".chunk" * self.streams if self._chat else "text_completion"
@@ -266,9 +268,10 @@ class Answer:
     if self._chat:
       return {"content": [one | {"top_logprobs": top} for one, top in zip(tokens, tops, strict=True)], "refusal": None}
     offsets = []  # in the text; a token that continues a character begins after it
-    for token in tokens:
+    for one, token in zip(piece.ids, tokens, strict=True):
       offsets.append(self._lengths[number])
-      self._lengths[number] += len(self._decoders[number].decode(bytes(token["bytes"])))
+      raw = bytes(token["bytes"])[self._drops_space(number, one) :]
+      self._lengths[number] += len(self._decoders[number].decode(raw))
     columns = {"tokens": "token", "token_logprobs": "logprob", "bytes": "bytes"}
     own = {column: [token[name] for token in tokens] for column, name in columns.items()}
     alternatives: list[dict[str, float]] = [{} for _ in tops]
@@ -276,8 +279,15 @@ class Answer:
       found.setdefault(one["token"], one["logprob"])  # parts of characters share a text: the likeliest counts
     return own | {"top_logprobs": alternatives, "text_offset": offsets}
 
+  def _drops_space(self, number: int, token: int) -> bool:
+    """Whether the text lacks the space with which a token begins: some tokenizers drop it where no text is before."""
+    if self._tokenizer.decode(before := self._before[number]):
+      return False
+    before.append(token)
+    return self._tokenizer.piece(token)[:1] == b" " != self._tokenizer.decode(before)[:1]
+
   def _token(self, number: int, logp: float) -> dict:
-    raw = self._piece(number)
+    raw = self._tokenizer.piece(number)
     return {"token": raw.decode("utf-8", "replace"), "logprob": max(float(logp), -9999.0), "bytes": [*raw]}
 
 

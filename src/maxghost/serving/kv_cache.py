@@ -51,20 +51,18 @@ class Continuation:
     self._kept, self._counts_B, self._visible = list(kept), counts_B, visible
     self.entries: list[tuple] = []
 
-  def attend(
-    self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, *, kernel=None, window=None, sinks_H=None, soft_cap=None,
-    scale=None, precision=None,
-  ):  # fmt: skip
-    """Attention of the new tokens over their row, which is one document, so that segment ids are not read."""
+  def attend(self, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT=None, *, kernel="", sinks_H=None, scale=None, **settings):
+    """Attention of the new tokens over their row, which is one document, so that segment ids are not read. settings:
+    further ones of `attention.Shape`."""
+    shape = attention.Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else scale, **settings)
     kept = [x[:, :, : self._visible] for x in self._kept[len(self.entries)]]
     kept = k_BKSh, _ = _restored(kept, q_BTHh.dtype)
     self.entries.append(held := _held(self, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2)))
     held_B1S = held_positions(self._counts_B, k_BKSh.shape[2])[:, None]
     index_T = jnp.arange(q_BTHh.shape[1])
     seen_BTS = jnp.broadcast_to(held_B1S >= 0, (*q_BTHh.shape[:2], k_BKSh.shape[2]))
-    if window:
-      seen_BTS &= held_B1S > (self._counts_B[:, None] + index_T[None] - window)[..., None]
-    shape = attention.Shape(q_BTHh.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap, precision)
+    if shape.window:
+      seen_BTS &= held_B1S > (self._counts_B[:, None] + index_T[None] - shape.window)[..., None]
     new = _restored(held, q_BTHh.dtype)
     return _attend(q_BTHh, kept, new, (seen_BTS, shape.mask(index_T, index_T)), sinks_H, shape)
 

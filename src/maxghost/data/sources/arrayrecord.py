@@ -66,10 +66,11 @@ def _parsed(place: str, kind: str, raw: bytes) -> Any:
   try:
     return json.loads(raw) if kind == JSON else _parse_example(raw)
   except (ValueError, RecursionError) as error:
-    raise CorruptError(f"{place}: not {kind} as the file's first record is ({error})") from error
+    raise CorruptError(f"{place}: its file holds {kind}, and this is none ({error})") from error
 
 
 def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) -> str:
+  assumed = TEXT
   for record in range(min(8, count)):
     try:
       (raw,) = read_records(readers, path, [record])
@@ -78,13 +79,14 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
     kind, parse = (JSON, json.loads) if raw[:1] == b"{" else (EXAMPLE, _parse_example)
     try:
       names = tuple(name for name, value in parse(raw).items() if kind == JSON or isinstance(value, bytes))
-    except RecursionError:  # nested too deeply: reported when it is read
+    except (ValueError, RecursionError) as error:
+      if kind == EXAMPLE or isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return TEXT
+      assumed = JSON  # nested too deeply, or a number of too many digits: reported when it is read
       continue
-    except ValueError:
-      return TEXT
     columns_of(columns, names, path)
     return kind
-  return TEXT
+  return assumed
 
 
 def _parse_example(raw: bytes) -> dict[str, bytes | int | float]:
