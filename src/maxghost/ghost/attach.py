@@ -36,6 +36,10 @@ class Twin:
   def zero_probes(self) -> nnx.State:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.probe_template)
 
+  def placed(self, parts: dict) -> dict:
+    """{label: parts} with sharded factors; unsharded, those of all layers would be the largest arrays of the step."""
+    return {p.label: tuple(map(p.placed_factor, p.parts, parts[p.label])) for p in self.scored}
+
   def direction_state(self, parts: dict) -> nnx.State:
     return direction_state(self.scored, parts)
 

@@ -24,6 +24,7 @@ class Family:
   config: str
   shapes: str
   per_chip: int
+  devices_per_chip: int
   hbm_gib: float
 
   @property

@@ -28,9 +28,7 @@ def run(problem: Problem) -> Scored:
   parts, share = direction_parts(twin.scored, directions, problem.state)
   if problem.settings.in_turn:
     # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
-    # Unsharded factors of all layers would be the largest arrays of the step.
-    parts = {p.label: tuple(map(p.placed_factor, p.parts, parts[p.label])) for p in twin.scored}
-    parts, batch = jax.lax.optimization_barrier((parts, batch))
+    parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))
   directions = twin.direction_state(parts)
   if problem.settings.gradients_on_host:
     # XLA would finish the copies, and compute what is read only after the training pass, as late as it can.
