@@ -58,7 +58,6 @@ def check(folder: Path, args) -> int:
   per_million = {value.domain: value.per_million for value in part.domains}
   own = per_million.pop(next(iter(cfg.data.validation_sets)), math.nan)
   predicted, actual = float(part.ledger.predicted), float(part.ledger.actual)
-  first = part.ledger.columns_sum - (part.ledger.ahead or 0.0)
   figures = [
     Figure("seconds from start to the end of training", train_seconds, 180.0, form="{:.0f}"),
     Figure("seconds to the first step's line", first_step_seconds, 15.0, form="{:.1f}"),
@@ -72,7 +71,7 @@ def check(folder: Path, args) -> int:
       own / max(per_million.values()), 1.0, above=True, form="{:.2f}",
     ),
     Figure("measured drop of the validation loss, nats", actual, form="{:.3f}"),
-    Figure("first order over measured drop", first / actual, form="{:.3f}"),
+    Figure("first order over measured drop", float(part.ledger.first_order) / actual, form="{:.3f}"),
     Figure("first order and curvature over measured drop, above 0.98", predicted / actual, 1.02, form="{:.3f}"),
     Figure("largest error of the scores' self-check", check, 1e-5, form="{:.1e}"),
   ]  # fmt: skip

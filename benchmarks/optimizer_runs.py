@@ -75,7 +75,7 @@ def run(name: str, keys: tuple[str, ...], rate: float, seed: int, overrides, sco
     "held-out loss": [record["eval/avg_loss"] for record in records if "eval/avg_loss" in record][-1],
     "training loss": float(np.mean([record["learning/loss"] for record in records[-main_job.LAST_STEPS :]])),
     "measured drop": measured,
-    "first order": float(ledger.columns_sum - (ledger.ahead or 0.0)) / measured if ledger else "",
+    "first order": float(ledger.first_order) / measured if ledger else "",
     "path + secant": float(ledger.columns_sum) / measured if ledger else "",
   }
   print(json.dumps(row), flush=True)

@@ -66,7 +66,7 @@ def ledger_sentence(ledger: Ledger) -> str:
   text = f"The predicted drops of the steps, added up over {steps}."
   momentum, examples, ahead = ledger.columns.get("momentum"), ledger.columns.get("predicted_examples"), ledger.ahead
   predicted, actual, rest, said = ledger.predicted, ledger.actual, ledger.rest, ledger.columns_sum
-  first, curvature = said - (ahead or 0.0), ledger.curvature
+  first, curvature = ledger.first_order, ledger.curvature
   if momentum and examples is not None and said > 0 and momentum > 0.2 * said:
     part = "it" if curvature is None else "its first-order part" if ahead is None else "what the steps predicted"
     text += (

@@ -80,6 +80,10 @@ class Ledger(NamedTuple):
     return sum(value for value in self.columns.values() if value is not None)
 
   @property
+  def first_order(self) -> float:
+    return self.columns_sum - (self.ahead or 0.0)
+
+  @property
   def predicted(self) -> float:
     """First order and curvature."""
     return self.columns_sum + (self.curvature or 0.0)

@@ -191,11 +191,12 @@ def prepare_twin(
     said = f"ghost_schedule=concat cannot leave {', '.join(twin.excluded)} unscored: only a scored layer keeps the "
     said += "validation rows out of its training gradient"
     raise ValueError(f"{said}. Use two_pass or reverse_scan, or an empty ghost_exclude")
-  uses, apart, runs = _calls(attached, model, loss_fn, batch, num_examples + num_val)
+  one_call = spec.in_backward or schedule != "two_pass"
+  uses, apart, runs = _calls(attached, model, loss_fn, batch, num_examples + num_val, one_call)
   if apart:
     said = f"{', '.join(apart)}: used outside its layer's methods, or set by the model, where no rule scores it. Call"
     raise ValueError(f"{said} the layer (a tied output: nnx.Embed.attend), or use ghost_schedule=forward_mode")
-  if not spec.in_backward and schedule == "two_pass":
+  if not one_call:
     return twin
   layers = {slash_path(p.path[:-1]): math.prod(p.stack_shape) for p in twin.scored}
   # First and second uses: a table may have one lookup and one other use.
@@ -210,8 +211,8 @@ def prepare_twin(
   return attached(linked=linked) if linked else twin
 
 
-def _calls(attached: Callable[..., Twin], model: nnx.Module, loss_fn: Callable, batch, rows: int):
-  """(probed calls, labels of Params used besides, `_runs` of the loss), in abstract traces of so many rows."""
+def _calls(attached: Callable[..., Twin], model: nnx.Module, loss_fn: Callable, batch, rows: int, counted: bool):
+  """(probed calls, labels of Params used besides, if `counted` `_runs` of the loss), in abstract traces."""
   given = jax.eval_shape(lambda batch: batch, batch)  # in dtypes that JAX has
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), given)
   arguments, recorder = (*split(model), shapes), probed.Recorder()
@@ -229,8 +230,10 @@ def _calls(attached: Callable[..., Twin], model: nnx.Module, loss_fn: Callable, 
   has_gradient = lambda kept: dce_jaxpr(jaxpr, [label in kept for label in labels])[1][0]  # noqa: E731  reads `scale`
   wanted = set(labels).difference(twin.excluded)
   apart = [label for label in labels if has_gradient(wanted & {label})] if has_gradient(wanted) else []
-  with shardings.use(None):  # the stages of a pipeline would call a layer once for each micro-batch
-    runs = _runs(jax.make_jaxpr(loss)(*arguments).jaxpr)
+  runs = collections.Counter()
+  if counted:
+    with shardings.use(None):  # the stages of a pipeline would call a layer once for each micro-batch
+      runs = _runs(jax.make_jaxpr(loss)(*arguments).jaxpr)
   recorder.arrays.clear()  # the caches of nnx.jit keep the recorder
   return recorder.uses, apart, runs
 

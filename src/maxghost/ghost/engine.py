@@ -160,7 +160,7 @@ class GhostEngine:
       raise ValueError("val_batch is empty; give at least one row")
     direction = self.spec.rule.direction
     if self.spec.in_backward and not isinstance(state, RuleState):
-      raise ValueError(f"direction '{direction}' needs state=AdamState.from_optax(optimizer), of before this step")
+      raise ValueError(f"direction '{direction}' needs state=AdamState.from_optax(optimizer) of before this step")
     if state is not None and not self.spec.in_backward:
       raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
     if (delta is None) == self.spec.early:
