@@ -198,6 +198,9 @@ def test_the_transformer_by_all_three_engines():
       "whole examples; use per_position=False, or engine=graddotprod or engine=jvp",
     ),
     ({"engine": "jvp", "schedule": "reverse_scan"}, "schedule=reverse_scan does not go with engine=jvp"),
+    ({"direction": 3}, "direction=3: use one of auto, sgd"),
+    ({"rank": 2.5}, r"^rank=2\.5: use 0 \(exact\) or a positive whole number"),
+    ({"rank": "4"}, "^rank='4': use 0"),
   ],
 )
 def test_unknown_names_and_combinations(settings, message):
@@ -312,6 +315,12 @@ def test_arguments_that_are_missing_or_no_batch_are_named():
     "val_batch must hold arrays .*; it holds a scalar": (batch, {"x": np.float32(1)}, squares),
     "train_batch must hold arrays .*; it holds a scalar$": ({**batch, "z": np.float32(1)}, batch, squares),
     "val_batch must hold arrays .*; it holds arrays of 1 and 5 rows": (batch, {**batch, "z": np.ones((1, 4))}, squares),
+    "val_batch is a tuple, but train_batch a dict: a list holds several validation batches": (
+      batch,
+      (batch, batch),
+      squares,
+    ),
+    "val_batch is a ndarray, but train_batch a list": ([batch["x"]], [batch["x"]], squares),
   }
   for message, (train, val, loss_fn) in wrong.items():
     with pytest.raises(ValueError, match=message):
@@ -320,6 +329,22 @@ def test_arguments_that_are_missing_or_no_batch_are_named():
   for state in (optimizer, optimizer.opt_state):
     with pytest.raises(ValueError, match=r"needs state=AdamState.from_optax\(optimizer\)"):
       ghost.GhostEngine(direction="adam").score(model, batch, batch, loss_fn=squares, state=state)
+
+
+def test_a_tuple_is_one_batch():
+  model, (x, y) = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), (np.ones((5, 4), np.float32), np.arange(5, dtype=np.float32))
+  alone = ghost.GhostEngine().score(model, (x, y), (x, y), loss_fn=lambda m, b: b[1] * squares(m, {"x": b[0]}))
+  named = ghost.GhostEngine().score(model, *2 * [{"x": x, "y": y}], loss_fn=lambda m, b: b["y"] * squares(m, b))
+  np.testing.assert_array_equal(alone.dot, named.dot)
+
+
+@pytest.mark.parametrize(
+  "change", [lambda b: {**b, "z": b["x"]}, lambda b: {"x": b["x"][:, None]}, lambda b: {"x": b["x"].astype(np.float16)}]
+)
+def test_concat_needs_batches_of_one_form(change):
+  model, batch = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), {"x": np.ones((5, 4), np.float32)}
+  with pytest.raises(ValueError, match=r"^schedule=concat needs batches of equal arrays.*use schedule=two_pass"):
+    ghost.GhostEngine(schedule="concat").score(model, batch, change(batch), loss_fn=squares)
 
 
 @pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
@@ -331,12 +356,16 @@ def test_nothing_to_score_is_named(engine):
 
 
 @pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
-def test_complex_parameters_are_refused(engine):
+def test_complex_and_integer_parameters_are_refused(engine):
   """Products of complex gradients are complex numbers, and no change of the loss."""
   model = nnx.Linear(4, 3, param_dtype=jnp.complex64, dtype=jnp.complex64, rngs=nnx.Rngs(0))
   batch = {"x": np.ones((5, 4), np.float32)}
-  with pytest.raises(ValueError, match="complex Params have no scores"):
+  with pytest.raises(ValueError, match=r"kernel: complex and integer Params have no scores"):
     ghost.GhostEngine(engine=engine).score(model, batch, batch, loss_fn=lambda m, b: jnp.abs(m(b["x"])).sum(-1))
+  model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+  model.steps = nnx.Param(jnp.arange(2))
+  with pytest.raises(ValueError, match=r"^steps: complex and integer .* integers in an nnx.Variable"):
+    ghost.GhostEngine(engine=engine, exclude=("steps",)).score(model, batch, batch, loss_fn=squares)
 
 
 def test_a_call_under_jit_and_a_list_in_a_layer_are_named():

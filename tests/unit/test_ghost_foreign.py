@@ -441,6 +441,22 @@ def test_rows_that_read_each_other_are_refused(mlp, how, schedule, named):
   )
 
 
+@pytest.mark.parametrize("hidden_by", ["a head of zeros", "a row that is NaN"])
+def test_rows_that_read_each_other_are_refused_as_soon_as_scores_show_it(mlp, hidden_by):
+  """The first batch has no score but 0 or NaN below the head, so it cannot tell."""
+  _, train, val, _ = mlp
+  model, engine, first = Coupled(nnx.Rngs(0), "next row"), ghost.GhostEngine(), train
+  kernel = model.second.kernel[...]
+  if hidden_by == "a head of zeros":
+    model.second.kernel[...] = jnp.zeros_like(kernel)
+  else:
+    first = {**train, "x": np.full_like(train["x"], np.nan)}
+  score(engine, model, first, val, loss_fn=squared_loss)
+  model.second.kernel[...] = kernel
+  with pytest.raises(ValueError, match=r"first/kernel, .*scores of a row depend on the losses of other"):
+    score(engine, model, train, val, loss_fn=squared_loss)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_batch_norm_is_scored_in_evaluation_mode_alone(mlp, training):
   class Model(nnx.Module):

@@ -393,6 +393,17 @@ def state_of(transformation, **options):
     (optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-3)), "add_decayed_weights"),
     (optax.chain(optax.clip(1.0), optax.masked(optax.adamw(1e-3), lambda p: jax.tree.map(jnp.ndim, p))), "clip"),
     (optax.amsgrad(1e-3), "ScaleByAmsgradState, scale_by_amsgrad"),
+    (optax.chain(optax.scale(0.1), optax.adam(1e-3)), "scale"),
+    (optax.chain(optax.adam(1e-3), optax.ema(0.9)), "ema"),
+    (optax.chain(optax.adam(1e-3), optax.trace(0.9)), "trace"),
+    (optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0), optax.scale(-1.0)), "clip_by_global_norm"),
+    (
+      optax.multi_transform(
+        {"first": optax.adam(1e-3), "rest": optax.chain(optax.scale(2.0), optax.adam(1e-2))}, groups
+      ),
+      "scale",
+    ),
+    (optax.lookahead(optax.adam(1e-3), 3, 0.5), "lookahead"),
   ],
 )
 def test_the_state_of_an_optimizer_that_is_not_adam_is_refused_by_name(made, named):
@@ -408,7 +419,7 @@ def test_the_state_of_an_optimizer_that_is_not_adam_is_refused_by_name(made, nam
   "made",
   [
     optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-3, 10, 100), b1=0.8, mask=lambda p: jax.tree.map(jnp.ndim, p)),
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, b1=0.8)),
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, b1=0.8), optax.scale(0.5)),
     optax.apply_if_finite(optax.MultiSteps(optax.adamw(1e-3, b1=0.8), 2).gradient_transformation(), 3),
   ],
 )

@@ -37,11 +37,6 @@ def part_name(name: str, part: str) -> str:
   return f"ghost_{name}_{part}"
 
 
-@functools.cache
-def _scalars_shape(rule: UpdateRule) -> tuple[int, ...]:
-  return jax.eval_shape(rule.scalars, 0, 1.0).shape
-
-
 @dataclasses.dataclass(frozen=True)
 class DirectionSpec:
   """Static description of a twin's directions: u = P_tᵀ G, with P_t the response of `rule` to this step's gradient.
@@ -60,8 +55,8 @@ class DirectionSpec:
   early: bool = False
 
   def __post_init__(self):
-    if self.rank < 0:
-      raise ValueError(f"ghost_rank={self.rank}: use 0 (exact) or a positive rank")
+    if not hasattr(self.rank, "__index__") or self.rank < 0:
+      raise ValueError(f"ghost_rank={self.rank!r}: use 0 (exact) or a positive whole number")
 
   @property
   def in_backward(self) -> bool:
@@ -111,7 +106,7 @@ class ScoredParam:
     if self.spec.in_backward:
       kept = rule.state_shapes(jax.ShapeDtypeStruct(self.shape, jnp.float32))
       read = {name: (*stack, *kept[name].shape) for name in rule.reads(self.parameter)}
-      return gradient | read | {"scalars": (*stack, *_scalars_shape(rule))}
+      return gradient | read | {"scalars": (*stack, *jax.eval_shape(rule.scalars, 0, 1.0).shape)}
     if not self.low_rank:
       return gradient
     inputs, outputs = self.parameter.matrix_shape(self.shape)
@@ -147,18 +142,16 @@ class ScoredParam:
     groups = {depth + 1 + i: depth + i for i in range(parameter.groups)}
     return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
 
-  def factors_by_layer(self, u):
-    """As `factors`, one layer after another: sums over the mesh hold a whole side of each matrix, of all experts."""
-
-    def factor(u):
-      return low_rank.factor(self.parameter.matrices(u, 1), self.spec.rank, self.label, self.parameter.groups)
-
-    return each_layer(factor, len(self.stack_shape), u)
-
 
 def factors(directions: Sequence[tuple[ScoredParam, Any]]) -> dict[str, tuple]:
   """`low_rank.factor` of directions [*stack, K, *parameter]: {label: (left, right, captured [*stack, K])}."""
-  found = {param.label: param.factors_by_layer(u) for param, u in directions if param.parameter.groups}
+
+  def one_layer(param: ScoredParam, u):
+    return low_rank.factor(param.parameter.matrices(u, 1), param.spec.rank, param.label, param.parameter.groups)
+
+  # With groups layer by layer: sums over the mesh hold a whole side of each matrix, of all experts.
+  by_layer = [(param, u) for param, u in directions if param.parameter.groups]
+  found = {p.label: each_layer(functools.partial(one_layer, p), len(p.stack_shape), u) for p, u in by_layer}
   plain = [(param, u, len(param.stack_shape)) for param, u in directions if not param.parameter.groups]
   sets_first = [param.parameter.matrices(jnp.moveaxis(u, axis, 0), axis + 1) for param, u, axis in plain]
   factored = low_rank.factor_all((u, p.spec.rank, p.label) for u, (p, _, _) in zip(sets_first, plain, strict=True))

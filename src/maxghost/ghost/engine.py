@@ -23,7 +23,7 @@ from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import Objective, as_objective, create
-from maxghost.optimizers import AdamState, RuleState, direction_rule
+from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
 
@@ -110,16 +110,16 @@ class GhostEngine:
   ) -> GhostResult:  # fmt: skip
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
-    model: is not changed. train_batch, val_batch: pytrees of arrays with the example axis first; a list or tuple of val
-    batches: K sets. loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are
-    1; by default next-token cross-entropy on MaxText-style batches. state: the optimizer's before this step, such as
+    model: is not changed. train_batch, val_batch: pytrees of arrays with the example axis first; a list of val batches:
+    K sets. loss_fn(model, batch) -> (losses, weights), each [n] or [n, T], or losses alone, whose weights are 1; by
+    default next-token cross-entropy on MaxText-style batches. state: the optimizer's before this step, such as
     AdamState, for directions that depend on the optimizer. delta: for direction 'second_order', the step's update of
     the parameters as a State. Raises ValueError for any of these that is missing, needless or has another form, and for
     a validation batch that is empty or without weight.
     """
-    many = isinstance(val_batch, (list, tuple))
+    many = isinstance(val_batch, list)
     val_batches = tuple(val_batch) if many else (val_batch,)
-    _check_batches(train_batch, val_batches)
+    _check_batches(train_batch, val_batches, self._schedule)
     state = state.rule_state(self.spec.rule) if isinstance(state, AdamState) else state
     self._check_inputs(val_batches, state, delta)
     if loss_fn is None and not hasattr(model, "hidden"):
@@ -128,8 +128,9 @@ class GhostEngine:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
       raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
-    if any(jnp.iscomplexobj(x) for x in jax.tree.leaves(params)):
-      raise ValueError("complex Params have no scores: keep their real and imaginary parts in Params of their own")
+    if wrong := [label for label, x in by_label(params).items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
+      said = f"{', '.join(wrong)}: complex and integer Params have no scores. Keep real and imaginary parts"
+      raise ValueError(f"{said} in Params of their own, integers in an nnx.Variable")
     identity, held = _identity(loss_fn)
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
@@ -139,18 +140,21 @@ class GhostEngine:
       raise ValueError(f"the model has a static attribute that cannot be hashed ({error}); make it a tuple") from error
     if key not in self._compiled:
       _refuse_randomness(model, loss_fn, train_batch)
-      program = self._compile(model, graphdef, objective := as_objective(loss_fn), train_batch, val_batches, many)
-      if self.engine == "graddotprod":
-        unit = np.arange(len(all_rows)) // objective.rows_per_unit
-        for place in range(int(unit[-1]).bit_length()):  # any two units differ in a bit of their numbers
-          ones = (unit >> place & 1).astype(bool)
-          for counted in (ones, ~ones):
-            _refuse_coupled(program(params, rest, train_batch, val_batches, state, delta, counted)[1])
-      self._compiled[key] = program, held
+      program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
+      self._compiled[key] = program, held, set()
     self._compiled.move_to_end(key)
     while len(self._compiled) > MAX_COMPILED:
       self._compiled.popitem(last=False)
-    result, _ = self._compiled[key][0](params, rest, train_batch, val_batches, state, delta, all_rows)
+    program, _, checked = self._compiled[key]
+    run = functools.partial(program, params, rest, train_batch, val_batches, state, delta)
+    result, largest = run(all_rows)
+    # A score that is 0 (below a head of zeros) or NaN would hide that rows read each other.
+    if found := {label for label, (own, _) in largest.items() if label not in checked and 0 < own < np.inf}:
+      unit = np.arange(len(all_rows)) // as_objective(loss_fn).rows_per_unit
+      bits = int(unit[-1]).bit_length()  # any two units differ in a bit of their numbers
+      for counted in (unit >> place & 1 == one for place in range(bits) for one in (0, 1)):
+        _refuse_coupled(run(counted)[1])
+      checked |= found
     if not jnp.isfinite(loss := result.val_loss).all():
       raise ValueError(f"validation loss is {loss}: a validation batch needs tokens that count, finite losses")
     return result
@@ -200,7 +204,8 @@ class GhostEngine:
       )  # fmt: skip
       out = schedules.score(problem)
       masks = [rows[:, None] if self.per_position else rows for rows in (counted, ~counted)]
-      largest = {label: [jnp.abs(jnp.where(m, v, 0)).max() for m in masks] for label, v in out.passed.scores.items()}
+      scores = out.passed.scores if twin else {}
+      largest = {label: [jnp.abs(jnp.where(m, v, 0)).max() for m in masks] for label, v in scores.items()}
       return self._result(problem, out, many), largest
 
     return jax.jit(run)
@@ -241,12 +246,15 @@ def direction_spec(cfg: Config, direction: str, rank: int = 0, curvature: str = 
 
 def _known(name: str, value: str, choices: Sequence[str]) -> str:
   if value not in choices:
-    raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{did_you_mean(value, choices)}")
+    raise ValueError(f"{name}={value}: use one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
   return value
 
 
-def _check_batches(train_batch, val_batches: tuple) -> None:
+def _check_batches(train_batch, val_batches: tuple, schedule: str) -> None:
   for name, batch in (("train_batch", train_batch), *(("val_batch", one) for one in val_batches)):
+    if any(isinstance(batch, form) != isinstance(train_batch, form) for form in (list, tuple)):
+      said = f"{name} is a {type(batch).__name__}, but train_batch a {type(train_batch).__name__}"
+      raise ValueError(f"{said}: a list holds several validation batches, [first, second]; a tuple is one batch")
     leaves = jax.tree.leaves(batch)
     wrong = ["a scalar" if hasattr(x, "shape") else type(x).__name__ for x in leaves if not getattr(x, "shape", ())]
     rows = [] if wrong else sorted({x.shape[0] for x in leaves})
@@ -255,6 +263,8 @@ def _check_batches(train_batch, val_batches: tuple) -> None:
       raise ValueError(f"{name} must hold arrays with the examples along the first axis; it holds {found}")
     if not rows[0]:
       raise ValueError(f"{name} is empty; give at least one row")
+    if schedule == "concat" and _shapes(batch, 1) != _shapes(train_batch, 1):
+      raise ValueError("schedule=concat needs batches of equal arrays, dtypes and rows' shapes: use schedule=two_pass")
 
 
 def _identity(function: Callable):
@@ -299,13 +309,13 @@ def _counting(objective: Objective, counted) -> Objective:
 
 def _refuse_coupled(largest: dict) -> None:
   """Raises ValueError if the losses of some rows score others. largest: {label: sizes of their scores, of others'}."""
-  least = 1e-6 * max(float(own) for own, _ in largest.values())
+  least = 1e-6 * np.nanmax([own for own, _ in largest.values()])
   if coupled := ", ".join(label for label, (_, other) in largest.items() if other > least):
     said = f"{coupled}: scores of a row depend on the losses of other rows. Give layers the batch axis first, and keep"
     said += " rows apart and in order (no BatchNorm in training mode, no negatives from the batch), or name these paths"
     raise ValueError(f"{said} in ghost_exclude, or use ghost_schedule=forward_mode")
 
 
-def _shapes(batch):
+def _shapes(batch, first_axis: int = 0):
   leaves, tree = jax.tree.flatten(batch)
-  return tree, tuple((x.shape, jnp.result_type(x)) for x in leaves)
+  return tree, tuple((x.shape[first_axis:], jnp.result_type(x)) for x in leaves)

@@ -54,11 +54,6 @@ def recalls(rule: UpdateRule, state: RuleState) -> bool:
   return state.last_rate is not None and type(rule).last_update is not UpdateRule.last_update
 
 
-def last_products(rule: UpdateRule, state: RuleState, params: dict, gradients: list[dict]):
-  """<G, update of the step before> [K], as in `sums`."""
-  return inner_products({label: rule.last_update(x, state.of(label), state) for label, x in params.items()}, gradients)
-
-
 def inner_products(arrays: dict, gradients: list[dict]) -> Any:
   """The inner product with each gradient, summed over the labels of `arrays`."""
   found = [partial_products([x], [gradient[label] for gradient in gradients])[0] for label, x in arrays.items()]

@@ -211,9 +211,8 @@ def _triangle(gram, drop: bool):
 
 
 def eliminate(gram, floor):
-  """(pivots [..., r], triangle [..., r, r]) of symmetric gram [..., r, r]: triangle is unit upper, and
-  triangleᵀ gram triangle is diagonal with these pivots. floor [...]: a column with a pivot not above it does not enter
-  later columns.
+  """(pivots [..., r], triangle [..., r, r]) of symmetric gram [..., r, r]: triangle is unit upper, and triangleᵀ gram
+  triangle is diagonal with these pivots. floor [...]: a column with a pivot not above it does not enter later columns.
 
   Without LAPACK, whose batched routines can deadlock in a jitted program on CPU. On a GPU or TPU a kernel handles all
   matrices: an XLA loop starts several for each column, most of the factors' time on a GPU (docs/figures.md).

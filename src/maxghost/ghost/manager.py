@@ -35,7 +35,7 @@ class GhostEngineManager:
       raise ValueError(f"save_every={save_every}: use 1 or more")
     self.engine, self.model, self.val_batch, self.loss_fn = engine, model, val_batch, loss_fn
     self.output_dir, self.save_every = Path(output_dir), save_every
-    count = len(val_batch) if isinstance(val_batch, (list, tuple)) else 1
+    count = len(val_batch) if isinstance(val_batch, list) else 1
     names = tuple(val_sets) or (("validation",) if count == 1 else tuple(f"validation {k}" for k in range(count)))
     if len(names) != count:
       raise ValueError(f"val_sets={list(names)}: {len(names)} names for {count} validation batches")

@@ -14,7 +14,6 @@ _forward_mode = contextvars.ContextVar("maxghost_forward_mode", default=False)
 _inputs_only = contextvars.ContextVar("maxghost_inputs_only", default=False)
 _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 
-
 # Traces hand-written backward passes as plain JAX of equal values: custom_vjp has no forward mode for `jax.jvp`.
 forward_mode = functools.partial(setting, _forward_mode, True)
 in_forward_mode = _forward_mode.get

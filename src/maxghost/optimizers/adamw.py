@@ -168,9 +168,7 @@ class AdamState:
     state = getattr(optimizer, "opt_state", optimizer)
     found = optax.tree_utils.tree_get_all_with_path(state, "nu")
     names = {getattr(path[-1], "tuple_name", "ScaleByAdamState") for path, _ in found}
-    steps = _scaling_steps(getattr(getattr(optimizer, "tx", None), "update", None), [])
-    first = next((i for i, (name, _) in enumerate(steps) if name == "scale_by_adam"), 0)
-    steps = steps[:first] + [step for step in steps[first:] if step[0] not in _BEFORE]
+    steps = _changing(_steps(getattr(getattr(optimizer, "tx", None), "update", None), []))
     names |= {" with ".join((name, *filter(own.get, ("nesterov", "eps_root")))) for name, own in steps}
     if others := sorted(names - {"ScaleByAdamState", "scale_by_adam"}):
       raise ValueError(f"the optimizer has {', '.join(others)}, which is not Adam: use optax.adam or optax.adamw")
@@ -191,23 +189,32 @@ class AdamState:
     return RuleState({"second_moment": self.second_moments} | first, self.count, self.clip_factor)
 
 
-# Steps of optax that change the gradient which Adam after them reads, beside scale_by_... and clip_by_global_norm.
-_BEFORE = ("adaptive_grad_clip", "add_decayed_weights", "add_noise", "centralize", "clip", "ema", "trace")
+# Transformations of optax that run others, and those around Adam that leave its response to the gradient as it is.
+_WRAPPERS = ("chain", "named_chain", "masked", "partition", "flatten", "conditionally_transform", "inject_hyperparams")
+_BEFORE = ("clip_by_global_norm", "identity", "zero_nans")
+_AFTER = ("add_decayed_weights", "add_noise", "identity", "reduce_on_plateau", "scale", "scale_by_schedule")
 
 
-def _scaling_steps(x: Any, seen: list) -> list[tuple[str, dict]]:
-  """(name, what it closes over) of each `scale_by_...` with moments, or of `_BEFORE`, in an optax update, in order."""
+def _changing(steps: list) -> list:
+  """Adam and the steps that change its response; in a chain without Adam, those whose state looks like Adam's."""
+  first = next((i for i, (name, _) in enumerate(steps) if name == "scale_by_adam"), None)
+  if first is None:
+    return [step for step in steps if step[0].startswith("scale_by_") and step[0] not in _AFTER]
+  before = [
+    (f"{name} before Adam" if name in _AFTER else name, own) for name, own in steps[:first] if name not in _BEFORE
+  ]
+  return before + [step for step in steps[first:] if step[0] not in _AFTER]
+
+
+def _steps(x: Any, seen: list) -> list[tuple[str, Any]]:
+  """(name, what it closes over) of each step in an optax update, in order; in groups of parameters, the `_changing`."""
   if any(x is one for one in seen):
     return []
   seen.append(x)
-  inner: Any = vars(x.__self__) if isinstance(x, types.MethodType) else x  # optax.MultiSteps
+  found, inner = [], vars(x.__self__) if isinstance(x, types.MethodType) else x  # optax.MultiSteps
   if isinstance(x, types.FunctionType):
     name, inner = x.__qualname__.split(".")[0], inspect.getclosurevars(x).nonlocals
-    scales = name.startswith("scale_by_") and name != "scale_by_schedule"
-    if x.__name__ == "update_fn" and (scales or name in _BEFORE):
-      return [(name, inner)]
+    found = [(name, inner)] if x.__name__ == "update_fn" and name not in _WRAPPERS else []
   inner = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, (tuple, list)) else ()
-  parts = [_scaling_steps(one, seen) for one in inner]
-  if isinstance(x, dict):  # groups of parameters: nothing of the others comes before Adam
-    parts.sort(key=lambda part: "scale_by_adam" not in dict(part))
-  return [step for part in parts for step in part]
+  parts = [_steps(one, seen) for one in inner]
+  return found + [step for part in parts for step in (_changing(part) if isinstance(x, dict) else part)]

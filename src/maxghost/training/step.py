@@ -141,7 +141,8 @@ def make_closing(cfg: Config, graphdef):
     losses, gradients = passes.validation_gradients(split, loss_fn, val_batches)
     out: dict[str, Any] = {"prev_val_loss": constrain(losses, (None,))}
     if ledger.recalls(rule, before):
-      last = ledger.last_products(rule, before, by_label(split.params), [by_label(g) for g in gradients])
+      moved = {label: rule.last_update(x, before.of(label), before) for label, x in by_label(split.params).items()}
+      last = ledger.inner_products(moved, [by_label(g) for g in gradients])
       out["prev_predicted"] = constrain(-last, (None,))
     if carries:
       pairs = zip(train_state.stored_gradients, jax.tree.leaves(gradients), strict=True)

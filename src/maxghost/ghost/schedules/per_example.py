@@ -17,12 +17,8 @@ def run(problem: Problem) -> Scored:
   found = validation(problem)
   _, directions = whole_directions(problem, found.gradients, passed.grads)
   gradients = gradients_of(problem.model, problem.loss, problem.batch)
-
-  def products(label: str):  # [validation sets, examples]
-    g = gradients[label]
-    return jnp.stack([(g * u[label][None]).reshape(g.shape[0], -1).sum(-1) for u in directions])
-
-  scores = {label: products(label) for label in problem.scored}
+  products = jax.vmap(lambda g, u: (g * u).reshape(-1).sum(), (0, None))  # [examples]
+  scores = {label: jnp.stack([products(gradients[label], u[label]) for u in directions]) for label in problem.scored}
   total: Any = sum(scores.values())
   return Scored(dataclasses.replace(passed, scores=scores), found.losses, total, {}, found)
 
