@@ -180,6 +180,30 @@ def test_a_loss_that_no_step_reads_is_refused(name):
   assert type("Focal", (LanguageModelLoss,), both)().measured_head(None, None, None) is None
 
 
+class Odd(PairMean):
+  """One weight for each row, or a metric that has the name of the step's loss."""
+
+  metric = ""
+
+  def measured_head(self, model, x, batch):
+    losses, weights, metrics = super().measured_head(model, x, batch)
+    return (
+      (losses, weights, metrics | {self.metric: losses.sum()}) if self.metric else (losses, weights[:, :1], metrics)
+    )
+
+
+@pytest.mark.parametrize(
+  ("metric", "said"),
+  [("", r"losses of shape \(6, 13\) and weights of shape \(6, 1\)"), ("loss", "metric loss has the name of a step's")],
+)
+def test_what_a_step_cannot_use_is_named(metric, said, monkeypatch):
+  monkeypatch.setattr(Odd, "metric", metric)
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Odd))
+  run = Run(batch=TRAIN[0], objective=NAME, per_device_batch_size=6, ghost_enabled=False)
+  with pytest.raises(ValueError, match=said):
+    run.step(TRAIN[0])
+
+
 def test_a_name_is_taken_once():
   with pytest.raises(ValueError, match="objective=pair_mean is already"):
     objectives.register(type("Other", (LanguageModelLoss,), {"name": NAME}))

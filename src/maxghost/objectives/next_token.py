@@ -44,8 +44,7 @@ class LanguageModelLoss(StagedLoss):
 
   def __init_subclass__(cls, **options):
     super().__init_subclass__(**options)
-    unread = vars(cls).keys() & {"__call__", "head"}
-    if unread and not vars(cls).keys() & {"measured", "measured_head"}:
+    if (unread := vars(cls).keys() & {"__call__", "head"}) and not vars(cls).keys() & {"measured", "measured_head"}:
       raise TypeError(f"{cls.__name__} defines {min(unread)}, which no step reads; define measured_head in its place")
 
   def __call__(self, model, batch):
