@@ -1,4 +1,4 @@
-"""GRPO: loss, advantages and scores against formulas written out, answers that depend on their keys alone, what-if.
+"""GRPO: loss and scores against formulas written out, answers that depend on their keys alone, what-if.
 
 B=9 rows of T=24, P prompts, G answers to each, V vocabulary.
 """
@@ -180,42 +180,6 @@ def test_the_divergence_pulls_towards_the_reference(divergence):
     np.testing.assert_allclose(jax.grad(estimated)(own), jax.grad(exact)(own), rtol=1e-12, atol=1e-14)
 
 
-def test_advantages():
-  reward = np.array([1.0, 0, 0, 1, 0.5, 0.5, 0.5, 0.5])
-  group = rewards.advantages(reward, 4, "group")
-  np.testing.assert_allclose(group[:4], np.array([1, -1, -1, 1]) * 0.5 / (np.sqrt(1 / 3) + 1e-4))
-  assert (group[4:] == 0).all()
-  np.testing.assert_allclose(rewards.advantages(reward, 4, "none")[:4], [0.5, -0.5, -0.5, 0.5])
-  np.testing.assert_allclose(rewards.advantages(reward, 4, "batch")[0], 0.5 / (reward.std(ddof=1) + 1e-4))
-  np.testing.assert_allclose(np.abs(rewards.advantages(np.array([3.0, 4.0]), 2, "group")), 0.5**0.5, rtol=1e-3)
-  assert (rewards.advantages(np.repeat([0.1, 0.7], 3), 3, "group") == 0).all()  # whose means are rounded
-  by_name = {"a": np.array([1.0, np.nan]), "b": np.array([0.5, 2.0])}
-  np.testing.assert_allclose(rewards.combined(by_name, (2.0, 1.0)), [2.5, 2.0])
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_an_answer_that_no_function_judges_counts_in_no_mean(scale):
-  judged = rewards.combined({"a": np.array([1.0, np.nan, 0, np.nan, np.nan, np.nan]), "b": np.full(6, np.nan)})
-  np.testing.assert_array_equal(judged, [1, np.nan, 0, np.nan, np.nan, np.nan])
-  found = rewards.advantages(judged, 3, scale)
-  np.testing.assert_array_equal(found[[1, 3, 4, 5]], 0)
-  np.testing.assert_array_equal(found[[0, 2]], rewards.advantages(judged[[0, 2]], 2, scale))
-
-
-def test_built_in_rewards():
-  gold = {"completion": ["46", "1,046", "-3.5", "7"]}
-  assert rewards.arithmetic(["it is 46.", "1046", "3.5", "none"], **gold) == [1, 1, 0, 0]
-  texts = ["x = 1", "```python\nx = (1\n```", "Here:\n```python\nf(2)\n```", "a b", ""]
-  assert rewards.python_parses(texts) == [1, 0, 1, 0, 0]
-  judged = rewards.judge({"given": lambda **_: np.array([True, False])}, ["a"] * 2, ["b"] * 2, {})
-  assert judged["given"].tolist() == [1, 0]
-  popping = {name: lambda year, **_: [year.pop()] for name in ("one", "two")}
-  assert [float(x[0]) for x in rewards.judge(popping, ["a"], ["b"], {"year": [7]}).values()] == [7, 7]
-  for value in (10**400, -1e300, float("inf"), "1", np.complex64(1)):  # the first: a distance of long answers
-    with pytest.raises(rewards.RolloutError, match="no finite number and not None; prompt 'a', answer 'b'"):
-      rewards.judge({"given": lambda value=value, **_: [value]}, ["a"], ["b"], {})
-
-
 # A run.
 
 
@@ -315,7 +279,12 @@ def test_what_is_left_out_counts_in_the_divisor_as_in_trl(kind, divisor):
   loss = (weights_BT * batch["loss_scales"][:, None]).sum() / weights_BT.sum()
   assert loss == pytest.approx((2 if kind == "grpo" else counts[ended].sum()) / divisor)
   # Where no answer teaches anything, the gradient is 0: Muon enlarges any other.
-  for advantages, used in (((0, 0, 0), (0, 0, 0)), ((0, 1, -1), (rewards.UNTAUGHT, 1, -1))):
+  taught = (
+    ((0, 0, 0), (0, 0, 0)),
+    ((0, 1, 0), (0, 1, 0)),
+    ((0, 1, -1), (rewards.UNTAUGHT, 1, -1)),
+  )  # the second is masked
+  for advantages, used in taught:
     batch = rollouts._batch(drawn, [[5, 6]] * 3, found, np.array(advantages), np.zeros(3, int), np.arange(3)).arrays
     np.testing.assert_array_equal(batch["advantages"], np.float32(used))
 
@@ -416,6 +385,20 @@ def test_what_if(finished, capsys):
   for wrong in ("reward=arithmetc", "rewards=arithmetic", "scale_rewards=std", "reward=nowhere.py:f"):
     with pytest.raises(ConfigError):
       what_if.ask(log, wrong)
+
+
+def test_what_if_leaves_out_a_step_whose_only_advantages_are_of_answers_without_an_end(finished, monkeypatch):
+  records = read(finished)
+  for prompt in records[0]["prompts"]:
+    for i, answer in enumerate(prompt["answers"]):
+      answer |= {"ended": i > 1, "advantage": float(i == 0)}
+  cfg = config.replace(config.load(finished / "runs/base/config.yml"), mask_truncated_completions=True)
+  monkeypatch.setattr(what_if, "_records", lambda path: records)
+  monkeypatch.setattr(config, "load", lambda path: cfg)
+  for record in records[1:]:
+    record["prompts"][0]["answers"][0] |= {"ended": True, "advantage": 1.0}
+  asked = what_if.ask(attribution.load(finished / "runs/base"), "scale_rewards=none")
+  assert asked.num_idle == 2 and set(asked.steps_N.tolist()) == {2, 3, 4, 5}
 
 
 def test_what_if_tells_what_the_other_reward_does(tmp_path):
@@ -523,6 +506,14 @@ def test_a_prompt_that_leaves_no_room_is_named(tmp_path, capsys):
   folder = write(tmp_path)
   assert start(folder, max_completion_length=12) == 1
   assert "a prompt of 7 tokens, but max_target_length=16 leaves 5" in capsys.readouterr().err
+
+
+def test_a_prompt_without_a_token_does_not_begin_the_answer_with_the_gold_one(tmp_path, capsys):
+  folder = write(tmp_path)
+  lines = [json.dumps({"prompt": "", "completion": str(n)}) for n in range(100, 140)]
+  (folder / "add.jsonl").write_text("\n".join(lines))
+  assert start(folder, add_bos="false") == 1
+  assert "its prompt has no token to continue; write something, or use add_bos=true" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from maxghost import config, objectives, scorelog, train
 from maxghost.config import ConfigError, plugins
 from maxghost.data.types import Batch
 from maxghost.objectives import LanguageModelLoss
+from maxghost.training.score_recorder import scored_rows
 
 NAME = "pair_mean"
 
@@ -121,6 +122,9 @@ def test_scores_of_units_are_exact(schedule, dtype):
   share_BS = out["share_BS"].astype(np.float64)
   np.testing.assert_allclose(share_BS.reshape(U, -1).sum(-1), np.full(U, 1 / 3), rtol=1e-6)
   assert (out["tokens_BS"] == tokens_of(TRAIN[0])).all()
+  zeros_BS = np.zeros(share_BS.shape, np.int64)
+  rows, _ = scored_rows(out, PairMean().prepare(Batch(TRAIN[0], zeros_BS, zeros_BS, zeros_BS[:, 0])))
+  np.testing.assert_allclose(rows["loss"], losses_U, rtol=1e-5)
   score_U = (out["score_dot_BSK"][..., 0] * share_BS).reshape(U, -1).sum(-1)
   assert oracles.relative_error(score_U * 3, dots_U) < tolerance
   contribution_U = out["contribution_BSK"][..., 0].reshape(U, -1).sum(-1)
@@ -166,6 +170,38 @@ def test_what_does_not_go_together_is_refused_by_name(changes, message):
 def test_an_unknown_objective_names_the_nearest():
   with pytest.raises(ConfigError, match=r"objective=pair_meen.*pair_mean"):
     config.load(None, "objective=pair_meen")
+
+
+@pytest.mark.parametrize("name", ["head", "__call__"])
+def test_a_loss_that_no_step_reads_is_refused(name):
+  with pytest.raises(TypeError, match=f"Focal defines {name}, which no step reads; define measured_head"):
+    type("Focal", (LanguageModelLoss,), {name: lambda self, *given: None})
+  both = {name: lambda self, *given: None, "measured_head": lambda self, *given: None}
+  assert type("Focal", (LanguageModelLoss,), both)().measured_head(None, None, None) is None
+
+
+class Odd(PairMean):
+  """One weight for each row, or a metric that has the name of the step's loss."""
+
+  metric = ""
+
+  def measured_head(self, model, x, batch):
+    losses, weights, metrics = super().measured_head(model, x, batch)
+    return (
+      (losses, weights, metrics | {self.metric: losses.sum()}) if self.metric else (losses, weights[:, :1], metrics)
+    )
+
+
+@pytest.mark.parametrize(
+  ("metric", "said"),
+  [("", r"losses of shape \(6, 13\) and weights of shape \(6, 1\)"), ("loss", "metric loss has the name of a step's")],
+)
+def test_what_a_step_cannot_use_is_named(metric, said, monkeypatch):
+  monkeypatch.setattr(Odd, "metric", metric)
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Odd))
+  run = Run(batch=TRAIN[0], objective=NAME, per_device_batch_size=6, ghost_enabled=False)
+  with pytest.raises(ValueError, match=said):
+    run.step(TRAIN[0])
 
 
 def test_a_name_is_taken_once():

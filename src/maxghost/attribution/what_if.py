@@ -54,9 +54,10 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
   columns = [log[name].tolist() for name in ("step", "domain", "path", "offset", "epoch", "chunk")]
   contribution = log["contribution"][:, log.val_sets.index(val_set)].tolist()
   score_of = dict(zip(zip(*columns, strict=True), contribution, strict=True))
-  found, idle = [], 0
+  found, idle, masked = [], 0, cfg.rollout.mask_truncated_completions
   for record in _records(log.run_dir / rewards.FILE):
-    if any(answer["advantage"] for prompt in record["prompts"] for answer in prompt["answers"]):
+    answers = [answer for prompt in record["prompts"] for answer in prompt["answers"]]
+    if any(answer["advantage"] and (answer["ended"] or not masked) for answer in answers):
       found += _answers(record, function, scale, cfg, score_of)
     else:
       idle += cfg.rollout.num_iterations
@@ -114,7 +115,7 @@ def _records(path: Path) -> list[dict]:
     records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     for prompt in (prompt for record in records if record["step"] >= 0 for prompt in record["prompts"]):
       needed = [prompt[name] for name in ("prompt", "document", "epoch")]
-      needed += [answer[name] for answer in prompt["answers"] for name in ("text", "reward", "advantage")]
+      needed += [answer[name] for answer in prompt["answers"] for name in ("text", "ended", "reward", "advantage")]
   except (ValueError, KeyError, TypeError) as error:
     raise ConfigError(f"{path}: damaged ({type(error).__name__}: {error})") from error
   return records

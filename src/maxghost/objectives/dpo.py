@@ -80,13 +80,13 @@ class PreferenceLoss(LanguageModelLoss):
       return batch
     hidden = reference.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
     logps_BT = -self.cross_entropy(reference, hidden, batch["targets"])
-    return dict(batch) | {REFERENCE: self._sums(batch, logps_BT * self.weights(batch))}
+    return dict(batch) | {REFERENCE: self._spread("bt->bs", batch, logps_BT * self.weights(batch))}
 
   def measured_head(self, model, x: Hidden, batch):
     """Metrics, means over the pairs, with TRL's names: log-probabilities are sums, but means without a reference."""
     logps_BT = -self.cross_entropy(model, x, batch["targets"])
     weights_BT = self.weights(batch).astype(logps_BT.dtype)
-    by_response = lambda v: self._sums(batch, v).reshape(-1, 2, self.num_slots)  # noqa: E731
+    by_response = lambda v: self._spread("bt->bs", batch, v).reshape(-1, 2, self.num_slots)  # noqa: E731
     sums_U2S, counts_U2S = by_response(logps_BT * weights_BT), by_response(weights_BT)
     known_U2S = batch[REFERENCE].reshape(sums_U2S.shape).astype(sums_U2S.dtype) if self.compares else 0
     is_pair_US, tokens_U2S = (counts_U2S > 0).all(1), jnp.where(counts_U2S > 0, counts_U2S, 1)
@@ -97,12 +97,12 @@ class PreferenceLoss(LanguageModelLoss):
       ratio_U2S = ratio_U2S / tokens_U2S if self.algo in ("ipo", "simpo", "orpo") else ratio_U2S
       return jnp.where(is_pair_US, self.pair_losses(ratio_U2S[:, 0], ratio_U2S[:, 1]), 0)
 
-    weights_BT = weights_BT * self._of_slots(batch, jnp.repeat(is_pair_US / of_pair_US, 2, axis=0))
-    losses_BT = self._of_slots(batch, jnp.repeat(losses(sums_U2S), 2, axis=0))
+    weights_BT = weights_BT * self._spread("bs->bt", batch, jnp.repeat(is_pair_US / of_pair_US, 2, axis=0))
+    losses_BT = self._spread("bs->bt", batch, jnp.repeat(losses(sums_U2S), 2, axis=0))
     if autodiff.in_forward_mode():
       # The derivative of a pair's loss, which is at all of its tokens, is here at the tokens that it comes from.
       slope_U2S = jax.grad(lambda sums: losses(sums).sum())(jax.lax.stop_gradient(sums_U2S)) * of_pair_US[:, None]
-      slope_BT = self._of_slots(batch, slope_U2S.reshape(-1, self.num_slots))
+      slope_BT = self._spread("bs->bt", batch, slope_U2S.reshape(-1, self.num_slots))
       losses_BT = jax.lax.stop_gradient(losses_BT) + slope_BT * (logps_BT - jax.lax.stop_gradient(logps_BT))
     scale = self.beta if self.algo != "orpo" else self.orpo_lambda
     logps_U2S = sums_U2S / tokens_U2S if self.algo in plugins.WITHOUT_REFERENCE else sums_U2S
@@ -132,17 +132,10 @@ class PreferenceLoss(LanguageModelLoss):
     loss_US = -(1 - smoothing) * jax.nn.log_sigmoid(z_US) - flipped * jax.nn.log_sigmoid(-z_US)
     return loss_US / (1 - 2 * smoothing) if self.algo == "robust" else loss_US
 
-  def _members(self, batch, dtype):
-    """[B, T, S]: 1 where a target is of a segment."""
-    return jax.nn.one_hot(batch["targets_segmentation"] - 1, self.num_slots, dtype=dtype)
-
-  def _sums(self, batch, value_BT):
-    """[B, S]: sums over the targets of each segment."""
-    return jnp.einsum("bts,bt->bs", self._members(batch, value_BT.dtype), value_BT, precision="highest")
-
-  def _of_slots(self, batch, value_BS):
-    """[B, T]: the value of each target's segment."""
-    return jnp.einsum("bts,bs->bt", self._members(batch, value_BS.dtype), value_BS, precision="highest")
+  def _spread(self, axes: str, batch, value):
+    """axes "bt->bs": sums over the targets of each segment; "bs->bt": the value of each target's segment."""
+    members_BTS = jax.nn.one_hot(batch["targets_segmentation"] - 1, self.num_slots, dtype=value.dtype)
+    return jnp.einsum(f"bts,{axes}", members_BTS, value, precision="highest")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -42,6 +42,11 @@ class LanguageModelLoss(StagedLoss):
     mtp_weight = model.mtp_loss_scaling_factor if model.mtp_num_layers else 0.0
     return cls(model.z_loss_multiplier, None, model.load_balance_loss_weight, *tiles, mtp_weight)
 
+  def __init_subclass__(cls, **options):
+    super().__init_subclass__(**options)
+    if (unread := vars(cls).keys() & {"__call__", "head"}) and not vars(cls).keys() & {"measured", "measured_head"}:
+      raise TypeError(f"{cls.__name__} defines {min(unread)}, which no step reads; define measured_head in its place")
+
   def __call__(self, model, batch):
     return self.measured(model, batch)[:2]
 

@@ -21,6 +21,7 @@ from maxghost.serving import kv_cache
 from maxghost.serving.sampling import Sampling, choose
 
 _PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of it, so that similar lengths share a compilation
+_at = jax.vmap(jax.random.fold_in, in_axes=(0, None))  # (keys of the rows, step) -> keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,7 +198,3 @@ def _with(seen_BV, token_B):
 
 def _progress(loop: dict[str, Any]) -> Progress:
   return Progress(*jax.device_get((loop["ids_BN"], loop["counts_B"], loop["done_B"], loop["logps_BN"])))
-
-
-def _at(keys_B, step):
-  return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, step)

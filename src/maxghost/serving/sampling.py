@@ -66,8 +66,7 @@ def choose(logits_BV, keys_B, sampling: Sampling, seen_BV=None):
 def cut(logits_BV, sampling: Sampling):
   """The logits with -inf at the tokens that are left out; of equal logits at the edge all stay."""
   if sampling.top_k:
-    least_B1 = jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[0][:, -1:]
-    logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    logits_BV = _from(logits_BV, jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[0][:, -1:])
   if sampling.top_p < 1.0:
     logits_BV = _from(logits_BV, _least_of_share(-jnp.sort(-logits_BV, axis=-1), sampling.top_p))
   return _from_min_p(logits_BV, sampling.min_p) if sampling.min_p else logits_BV

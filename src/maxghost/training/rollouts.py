@@ -107,15 +107,16 @@ class Rollouts:
     """(token ids, texts, columns of the records) of the prompts. A prompt ends before the first trained token."""
     ends_P = (batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1) > 0).argmax(1) + 1
     ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
-    most = self._cfg.data.max_target_length + 1 - self._keys.max_completion_length
-    if long := [i for i, prompt in enumerate(ids) if len(prompt) > most]:
-      name = self._dataset.document_id(int(batch.document_BS[long[0], 0])).shown
-      said = f"leaves {most} beside max_completion_length={self._keys.max_completion_length}; change one of them"
-      length = f"max_target_length={self._cfg.data.max_target_length}"
-      raise RolloutError(f"{name}: a prompt of {len(ids[long[0]])} tokens, but {length} {said}")
-    records = []
-    for index in batch.document_BS[:, 0].tolist():
-      found = read(self._dataset.document(index).text)
+    length, new = self._cfg.data.max_target_length, self._keys.max_completion_length
+    records, rendering = [], self._dataset.parts[0].rendering
+    for prompt, index in zip(ids, batch.document_BS[:, 0].tolist(), strict=True):
+      name, text = self._dataset.document_id(index).shown, self._dataset.document(index).text
+      if len(prompt) > (most := length + 1 - new):
+        said = f"max_target_length={length} leaves {most} beside max_completion_length={new}; change one of them"
+        raise RolloutError(f"{name}: a prompt of {len(prompt)} tokens, but {said}")
+      if len(prompt) == 1 and rendering.encode(text)[1][0]:  # this one token is the first of the gold answer
+        raise RolloutError(f"{name}: its prompt has no token to continue; write something, or use add_bos=true")
+      found = read(text)
       said = (m.get("content") for m in found.messages[found.first :] if m["role"] == "assistant")
       gold = found.plain[1] if found.plain else next((text for text in said if text is not None), "")
       records.append((gold, *self._dataset.document_record(index)[3:]))
@@ -144,8 +145,8 @@ class Rollouts:
     fills_BT = filled_BT[:, 1:]
     # Divisors beside the sum of the weights, which the loss is divided by: they count answers that are left out too.
     scales = {"grpo": kept_B.mean(), "dr_grpo": weights_BT.sum() / (rows * keys.max_completion_length)}
-    # A step without any advantage has no direction to score along, and some optimizers would enlarge a tiny gradient.
-    untaught = UNTAUGHT if advantage_B.any() else 0.0
+    # A step that learns from no advantage has no direction, and some optimizers would enlarge a tiny gradient.
+    untaught = UNTAUGHT if advantage_B[kept_B].any() else 0.0
     place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
     arrays = {"inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
               "inputs_position": place_BT, "targets_position": place_BT, "inputs_segmentation": fills_BT,

@@ -66,7 +66,7 @@ def scored_rows(outputs: Mapping, batch, parts: Sequence[str] = ()) -> tuple[dic
 
 def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.ndarray) -> dict[str, np.ndarray]:
   """Combines columns of slots into columns of units."""
-  weights = {"loss": columns["tokens"], "dot": columns.get("share", columns["tokens"])}
+  weights = dict.fromkeys(["loss", "dot"], columns.get("share", columns["tokens"]))
   out = {name: columns[name][first_U] for name in ("chunk", "epoch")}
   for name in columns.keys() - out.keys():
     value_N = columns[name]

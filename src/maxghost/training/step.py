@@ -63,8 +63,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     learning_rate = jnp.asarray(schedule(train_state.step), passed.loss.dtype)
     out = {"loss": passed.loss, "grad_norm": norm, "param_norm": host_memory.norm(whole, cfg.model.stacked_segments),
            "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor}  # fmt: skip
-    out |= step_loss.reported(passed.loss, passed.metrics)
-    columns = {}
+    reported, columns = step_loss.reported(passed.loss, passed.metrics), {}
+    if taken := out.keys() & reported.keys():
+      raise ValueError(f"the objective's metric {min(taken)} has the name of a step's own; call it own/{min(taken)}")
+    out |= reported
     if scorer is not None:
       columns = scorer.columns(train_state, split.params, scored, learning_rate, norm, clip_factor)
       out |= scorer.outputs(scored, batch, learning_rate, norm, clip_factor)

@@ -22,7 +22,9 @@ from maxghost.parallel.shardings import constrain_state, map_state, slash_path
 
 
 def wide_weights(losses, weights):
-  """The weights, which may be flags, integers or narrow floats, in float32 or the wider type of the losses."""
+  """The weights, flags or numbers of any kind, in float32 or the wider type of the losses. Raises ValueError."""
+  if losses.shape != weights.shape:
+    raise ValueError(f"losses of shape {losses.shape} and weights of shape {weights.shape}: return a weight for each")
   return weights.astype(jnp.promote_types(losses.dtype, jnp.float32))
 
 

@@ -1,0 +1,42 @@
+"""Rewards of answers: the functions, their sum, and advantages over a group."""
+
+import numpy as np
+import pytest
+
+from maxghost.data import rewards
+
+
+def test_advantages():
+  reward = np.array([1.0, 0, 0, 1, 0.5, 0.5, 0.5, 0.5])
+  group = rewards.advantages(reward, 4, "group")
+  np.testing.assert_allclose(group[:4], np.array([1, -1, -1, 1]) * 0.5 / (np.sqrt(1 / 3) + 1e-4))
+  assert (group[4:] == 0).all()
+  np.testing.assert_allclose(rewards.advantages(reward, 4, "none")[:4], [0.5, -0.5, -0.5, 0.5])
+  np.testing.assert_allclose(rewards.advantages(reward, 4, "batch")[0], 0.5 / (reward.std(ddof=1) + 1e-4))
+  np.testing.assert_allclose(np.abs(rewards.advantages(np.array([3.0, 4.0]), 2, "group")), 0.5**0.5, rtol=1e-3)
+  assert (rewards.advantages(np.repeat([0.1, 0.7], 3), 3, "group") == 0).all()  # whose means are rounded
+  by_name = {"a": np.array([1.0, np.nan]), "b": np.array([0.5, 2.0])}
+  np.testing.assert_allclose(rewards.combined(by_name, (2.0, 1.0)), [2.5, 2.0])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_an_answer_that_no_function_judges_counts_in_no_mean(scale):
+  judged = rewards.combined({"a": np.array([1.0, np.nan, 0, np.nan, np.nan, np.nan]), "b": np.full(6, np.nan)})
+  np.testing.assert_array_equal(judged, [1, np.nan, 0, np.nan, np.nan, np.nan])
+  found = rewards.advantages(judged, 3, scale)
+  np.testing.assert_array_equal(found[[1, 3, 4, 5]], 0)
+  np.testing.assert_array_equal(found[[0, 2]], rewards.advantages(judged[[0, 2]], 2, scale))
+
+
+def test_built_in_rewards():
+  gold = {"completion": ["46", "1,046", "-3.5", "7"]}
+  assert rewards.arithmetic(["it is 46.", "1046", "3.5", "none"], **gold) == [1, 1, 0, 0]
+  texts = ["x = 1", "```python\nx = (1\n```", "Here:\n```python\nf(2)\n```", "a b", ""]
+  assert rewards.python_parses(texts) == [1, 0, 1, 0, 0]
+  judged = rewards.judge({"given": lambda **_: np.array([True, False])}, ["a"] * 2, ["b"] * 2, {})
+  assert judged["given"].tolist() == [1, 0]
+  popping = {name: lambda year, **_: [year.pop()] for name in ("one", "two")}
+  assert [float(x[0]) for x in rewards.judge(popping, ["a"], ["b"], {"year": [7]}).values()] == [7, 7]
+  for value in (10**400, -1e300, float("inf"), "1", np.complex64(1)):  # the first: a distance of long answers
+    with pytest.raises(rewards.RolloutError, match="no finite number and not None; prompt 'a', answer 'b'"):
+      rewards.judge({"given": lambda value=value, **_: [value]}, ["a"], ["b"], {})
