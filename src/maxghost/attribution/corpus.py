@@ -25,6 +25,11 @@ from maxghost.data.types import Batch
 BLOCK_DOCUMENTS = 4096  # packed at a time
 
 
+def _of_command(data: DataConfig) -> DataConfig:
+  """The settings without the advice to change a key of the run, which a command cannot."""
+  return dataclasses.replace(data, on_corrupt="stop") if data.on_corrupt == "error" else data
+
+
 class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
@@ -34,6 +39,7 @@ class Corpus:
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
     own = records != "text" and key != "--queries"
+    data = _of_command(data)
     keys = dataclasses.replace(kept(data, records), document_fields=(), dataset_domains=())
     self.source = text.load(expand(key, patterns), keys, own=own)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
@@ -52,7 +58,8 @@ class Corpus:
       domain, path = shard.texts("domain"), shard.texts("path")
       keys = np.unique(rows[rows["share"] > 0][["domain", "path", "offset", "chunk"]]).tolist()  # not only seen
       trained |= {(str(domain[d]), str(path[p]), offset, chunk) for d, p, offset, chunk in keys}
-    self, dataset = cls.__new__(cls), load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
+    data, seed = _of_command(cfg.data), cfg.run.data_shuffle_seed
+    self, dataset = cls.__new__(cls), load_dataset(data, seed, records=cfg.records)
     if not trained:
       raise ConfigError(f"--data run: {run_dir} has scored no document yet; name files, as in --data notes=GLOB")
     self._trained = {key[:3] for key in trained}
