@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import attribute, config, generate, import_module, load_model
-from maxghost.attribution.index import CONTRIBUTION, not_there, open_index
+from maxghost.attribution.index import CONTRIBUTION, open_index
 from maxghost.attribution.numbers import number
 from maxghost.attribution.output import console
 from maxghost.attribution.texts import print_notes, snippet
@@ -77,8 +77,9 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
   run_dir, given = attribute.resolve([run])
   folder, last = index or run_dir / "index", max(given)
   if not (folder / "index.json").is_file():
-    write = shlex.join(["maxghost", "attribute", str(given[last]), "--data", "run", "--index", str(folder)])
-    raise ConfigError(f"{folder}: {not_there(folder)}; write one: {write}")
+    data = "run" if (run_dir / "ghost").is_dir() else "NAME=GLOB"
+    write = shlex.join(["maxghost", "attribute", str(given[last]), "--data", data, "--index", str(folder)])
+    raise ConfigError(f"{folder}: no index there; write one: {write}")
   about = open_index(folder)
   if (method := about["method"]) != CONTRIBUTION:
     raise ConfigError(f"--index {folder}: of --method {method}, which knows no nats; write it without --method")

@@ -434,14 +434,6 @@ def test_a_run_with_keys_that_need_scores_can_score_another_corpus(keys):
   assert not cfg.ghost.ghost_enabled and cfg.data.ghost_val_sets == ("a",)
 
 
-@pytest.mark.parametrize("records", ["text", "conversations"])
-def test_a_damaged_line_is_named_without_a_key_that_the_command_has_not(records, tmp_path):
-  (tmp_path / "a.jsonl").write_text('{"text": "one", "messages": []}\n{"text": two}\n')
-  corpus = Corpus((f"a={tmp_path}/a.jsonl",), CFG.data, "--data", records)
-  with pytest.raises(ConfigError, match=r"a.jsonl.*; repair or remove it$"):
-    next(corpus.batches(1))
-
-
 def test_an_index_of_other_checkpoints_is_refused(tmp_path):
   about = {"version": index.VERSION, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"], [9, "other"]]}
   (tmp_path / "index.json").write_text(json.dumps(about))

@@ -175,16 +175,12 @@ def standard_error(products) -> np.ndarray:
   return products.std(-1, ddof=1) / np.sqrt(products.shape[-1])
 
 
-def not_there(folder: Path) -> str:
-  """What is there in place of an index."""
-  return "its index was not finished" if any(folder.glob("*sketch_*")) else "no index there"
-
-
 def open_index(folder: Path, steps: Sequence[int] | None = None) -> dict:
   """index.json of an index, of these checkpoints if they are given. Raises ConfigError."""
   path = folder / "index.json"
   if not path.is_file():
-    raise ConfigError(f"--index {folder}: {not_there(folder)}; give --data to write one")
+    said = "its index was not finished" if any(folder.glob("*sketch_*")) else "no index there"
+    raise ConfigError(f"--index {folder}: {said}; give --data to write one")
   try:
     about = check_seal(json.loads(path.read_text(encoding="utf-8")))
     version = int(about["version"])

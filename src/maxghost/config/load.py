@@ -99,10 +99,8 @@ def _unread(loaded: Loaded, own: tuple[str, ...]) -> Iterator[str]:
 
 def _has_keys(path: Path) -> bool:
   """Whether a file has a key of the configuration: not all YAML files are one."""
-  with contextlib.suppress(OSError):
-    lines, known = files.with_end(path).read_text("utf-8", "replace").splitlines(), fields()
-    return any(line.partition(":")[0] in known for line in lines)
-  return False
+  lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() and os.access(path, os.R_OK) else ()
+  return any(line.partition(":")[0] in fields() for line in lines)
 
 
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:

@@ -121,8 +121,7 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     return 130
   except OSError as error:
     print_problem(error, name)
-    wrong = ConfigError.exit_code if error.errno == errno.ENAMETOOLONG else 1
-    code = code if isinstance(error, BrokenPipeError) else wrong
+    code = code if isinstance(error, BrokenPipeError) else 2 if error.errno == errno.ENAMETOOLONG else 1
   except Exception as error:
     if (found := _no_defect(error)) is None:
       raise

@@ -23,7 +23,6 @@ CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
-_LONGEST_NAME = 255  # bytes of a file's name
 # Keys of a run's location, which do not change its results: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # Where a run reads weights that no step changes, each time it starts: `CheckpointManager.check_frozen` refuses others.
@@ -126,9 +125,9 @@ def _unwritable(path: Path, cfg: Config, reason: str) -> str:
 
 def _check_writable(path: Path, cfg: Config) -> None:
   name = cfg.run.run_name
-  if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > _LONGEST_NAME:
+  if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > 255:
     said = f"run_name={name!r}: must be the name of a folder in base_output_directory"
-    raise ConfigError(f"{said}, of at most {_LONGEST_NAME} bytes, without line ends; for example run_name=base")
+    raise ConfigError(f"{said}, of at most 255 bytes, without line ends; for example run_name=base")
   place = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
   if not place.is_dir():
     raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
