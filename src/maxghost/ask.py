@@ -77,7 +77,8 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
   run_dir, given = attribute.resolve([run])
   folder, last = index or run_dir / "index", max(given)
   if not (folder / "index.json").is_file():
-    write = shlex.join(["maxghost", "attribute", str(given[last]), "--data", "run", "--index", str(folder)])
+    data = "run" if (run_dir / "ghost").is_dir() else "NAME=GLOB"
+    write = shlex.join(["maxghost", "attribute", str(given[last]), "--data", data, "--index", str(folder)])
     raise ConfigError(f"{folder}: no index there; write one: {write}")
   about = open_index(folder)
   if (method := about["method"]) != CONTRIBUTION:

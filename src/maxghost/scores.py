@@ -78,6 +78,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   ids = "--keep" if args.keep else "--drop-below" if args.drop_below is not None else ""
   if ids and args.by not in ("domain", "document", "id"):
     raise ConfigError(f"--by {args.by}: {ids} writes the ids of documents, or with --by id those of records")
+  kind = args.output.suffix[1:] if args.output and not ids else ""
+  if kind in FORMATS and kind != args.format and not args.export:
+    raise ConfigError(f"--output {args.output}: --format {args.format} is not {kind}; add --format {kind}")
   if args.output is None and (args.format == "parquet" or args.drop_below is not None):
     raise ConfigError(f"{'--format parquet' if args.format == 'parquet' else '--drop-below'} needs --output FILE")
   return args
@@ -167,9 +170,8 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
     sys.stdout.write(lines)
     return 0
   output.write_output(args.output, lines)
-  print(
-    f"{args.output}: {said}, scores from {bound:+.4g} up; to train on them alone: dataset_include_file={args.output}"
-  )
+  way = f"to train on them alone: dataset_include_file={args.output}"
+  print(f"{args.output}: {said}, scores from {bound:+.4g} up; {way}")
   return 0
 
 

@@ -75,7 +75,7 @@ def scores(tmp_path_factory):
     writer = Writer(folder, process=(process, 2), period=2)
     for step in range(5 - process):
       rows = {"tokens": [3], "loss": [1.5], "dot": [step], "contribution": [step + process / 8]}
-      writer.append({"step": step}, rows, [("a", f"{process}", step)])
+      writer.append({"step": step, "tokens": 6}, rows, [("a", f"{process}", step)])
     writer.close()
   return folder
 

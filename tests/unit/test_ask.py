@@ -429,3 +429,12 @@ def test_an_index_of_other_weights_and_a_token_beyond_the_answer_are_refused(run
     point = next(attribute.points(opened[1], opened[2]))
     with pytest.raises(config.ConfigError, match="step 6 had other weights"):
       Sources(run, run / "index", opened[1], iter([point._replace(digest="0")]))
+
+
+def test_a_run_without_scores_is_told_to_name_files(tmp_path, capsys):
+  (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+  (tmp_path / "config.yml").write_text("steps: 3\n")
+  for given in ("NAME=GLOB", "run"):  # what a run without a score log has trained on is not known
+    assert cli.main(["ask", str(tmp_path), "q"]) == 2
+    assert f"--data {given} --index" in capsys.readouterr().err
+    (tmp_path / "ghost").mkdir(exist_ok=True)

@@ -396,11 +396,12 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
   with pytest.raises(ConfigError, match="gradient of the corpus is not finite"):
     offline.build_index(CFG, iter([Point(3, None, "x")]), corpora[0], tmp_path, 2, 2, 2, method)
   assert not any(tmp_path.iterdir())
+  (tmp_path / "index.json").touch()  # an earlier index stays as long as nothing of the new one is written
   (tmp_path / ".sketch_3.npy.17.tmp").touch()  # of a command that was killed while it wrote
   attribute.parse(["run", "--data", "a=b", "--index", str(tmp_path)])  # may be written again
   with pytest.raises(ConfigError, match="gradient of the corpus is not finite"):
     offline.build_index(CFG, iter([Point(3, None, "x")]), corpora[0], tmp_path, 2, 2, 2, method)
-  assert not any(tmp_path.iterdir())
+  assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
 
 
 @pytest.mark.parametrize(
@@ -440,6 +441,9 @@ def test_an_index_of_other_checkpoints_is_refused(tmp_path):
     index.open_index(tmp_path, [4])
   with pytest.raises(ConfigError, match="no index there"):
     index.open_index(tmp_path / "nowhere", [4])
+  (tmp_path / "index.json").rename(tmp_path / "sketch_4.npy")  # as an interrupted command leaves it
+  with pytest.raises(ConfigError, match="its index was not finished; give --data"):
+    index.open_index(tmp_path, [4])
   for version, message in ((index.VERSION + 1, "update maxghost"), (3, "give --data to write the index again")):
     (tmp_path / "index.json").write_text(json.dumps(about | {"version": version}))
     with pytest.raises(ConfigError, match=message):

@@ -148,7 +148,7 @@ def test_intervals_of_layers_do_not_depend_on_the_number_of_processes(tmp_path):
     for step, process in itertools.product(range(9), range(num)):
       modules = names | {"contribution": logged_SPML[step, process]}
       rows = {"tokens": [4 // num], "loss": [1.0], "dot": [1.0], "contribution": [1.0]}
-      writers[process].append({"step": step}, rows, [("a", "x", 0)], modules=modules)
+      writers[process].append({"step": step, "tokens": 4}, rows, [("a", "x", 0)], modules=modules)
     for writer in writers:
       writer.close()
   for by, where in itertools.product(("layer", "module"), ("", "step>2")):
@@ -290,6 +290,7 @@ def test_where_reads_quotes_and_spaces(run_dir):
     (["--compact", "--by", "step"], "--by has no effect with --compact"),
     (["--export", "csv"], "argument --export: invalid choice: 'csv' (choose from "),
     (["--output", "/nowhere/x.csv", "--format", "csv"], "cannot write /nowhere/x.csv"),
+    (["--output", "x.csv"], "--output x.csv: --format table is not csv; add --format csv"),
     (["--output", ""], "cannot write . ("),
     (["--output", "/"], "cannot write / ("),
   ],

@@ -15,7 +15,7 @@ SETS = ("manual", "exams")
 PERIOD = 5
 
 
-def append_step(writer, step, process_index=0):
+def append_step(writer, step, process_index=0, **more):
   """A step whose numbers depend on the step and process only; step % 4 + 1 documents."""
   rng = np.random.default_rng([step, process_index])
   num = step % 4 + 1
@@ -30,6 +30,7 @@ def append_step(writer, step, process_index=0):
   documents = [(f"d{rng.integers(3)}", f"folder/é{rng.integers(5)}.py", int(rng.integers(1 << 40))) for _ in range(num)]
   modules = {"names": ["mlp/wo", "head"], "domains": ["d0", "d1", "d2"], "contribution": rng.normal(size=(2, 4, 3, 2))}
   record = {"step": step, "loss": step / 7, "learning_rate": 1e-3, "val_loss": [step, step + 0.5], "momentum": [1, -1]}
+  record |= more
   writer.append(record, rows, documents, modules=modules)
 
 
@@ -239,7 +240,7 @@ def test_foreign_folders(tmp_path):
   with pytest.raises(ConfigError, match="not a run of maxghost"):
     attribution.load(tmp_path)
   (tmp_path / "config.yml").write_text("steps: 3\n")
-  with pytest.raises(ConfigError, match="no score files"):
+  with pytest.raises(ConfigError, match="no score files; with ghost_enabled=true a run logs some every"):
     attribution.load(tmp_path)
 
 
@@ -252,8 +253,10 @@ def test_a_run_of_fewer_processes_restores_the_files_of_those_that_are_gone(tmp_
   for index in range(2):
     writer = Writer(tmp_path, SETS, process=(index, 2), period=PERIOD)
     writer.restore(None)
+    with pytest.raises(ValueError, match="the step's tokens of all of them, or the share of each row"):
+      append_step(writer, 0, index)  # each process would take its tokens for those of the step
     for step in range(2 * PERIOD):
-      append_step(writer, step, index)
+      append_step(writer, step, index, tokens=8)
     writer.close()
   assert len(list((tmp_path / "ghost").glob("*_p1.npz"))) == 2
   Writer(tmp_path, SETS, process=(0, 1), period=PERIOD).restore(

@@ -484,13 +484,16 @@ def test_a_missing_chunk_is_damage_not_zeros(tmp_path):
 
 
 def test_paths_that_are_no_checkpoint(tmp_path):
-  run = tmp_path / "run" / "checkpoints"
+  run, new = tmp_path / "run" / "checkpoints", tmp_path / "new"
+  new.mkdir()
+  (new / "config.yml").touch()
   shutil.copytree(unpack("linen_scanned", tmp_path), run / "12")
   for path, text in (
     (tmp_path / "nothing", "there is no checkpoint folder"),
     (run, "holds the steps 12; name one"),
     (tmp_path / "run", "holds the steps 12; name one"),
     (tmp_path, "is no Orbax checkpoint"),
+    (new, "has a configuration, but no checkpoint; a run saves some with checkpoint_period above 0"),
     ("gs://bucket/ckpt", "only local folders are read"),
   ):
     with pytest.raises(LayoutError, match=text):

@@ -262,7 +262,9 @@ def test_broken_yaml_is_one_line(tmp_path, text, told):
 
 
 def test_missing_and_unreadable_files(tmp_path):
-  write(tmp_path / "mine.yml", "")
+  write(tmp_path / "mine.yml", "steps: 3")
+  write(tmp_path / "mein2.yml", "services: 3")  # is no configuration, as score_log.yml is none
+  assert problems_of("score_log") == ["config file score_log does not exist"]
   assert problems_of(tmp_path / "mein.yml") == [
     f"config file {tmp_path}/mein.yml does not exist; nearest is {tmp_path}/mine.yml"
   ]

@@ -17,6 +17,7 @@ import pytest
 import tokenizers
 
 from maxghost import config, data
+from maxghost.attribution.corpus import Corpus
 from maxghost.config import ConfigError
 from maxghost.data import chat, tokenizer_files
 from maxghost.data.conversations import Rendering
@@ -523,3 +524,11 @@ def test_ids_and_masks_are_those_of_transformers(tmp_path):
       prompt = theirs.apply_chat_template(turns[:1], chat_template=source, add_generation_prompt=True)
       assert made.prompt(turns[0]["content"]) == prompt["input_ids"], path
   assert masked > 50 and refused < 40, (masked, refused)
+
+
+@pytest.mark.parametrize("records", ["text", "conversations"])
+def test_a_damaged_line_is_named_without_a_key_that_the_command_has_not(records, tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"text": "one", "messages": []}\n{"text": two}\n')
+  corpus = Corpus((f"a={tmp_path}/a.jsonl",), config.load().data, "--data", records)
+  with pytest.raises(ConfigError, match=r"a.jsonl.*; repair or remove it$"):
+    next(corpus.batches(1))

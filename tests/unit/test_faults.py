@@ -321,6 +321,7 @@ def test_no_argument_at_all_ends_in_a_traceback(run_dir, capsys, tmp_path, monke
   [
     (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 1, "maxghost: /x/y: No space left on device\n"),
     (OSError("the score log could not be written"), 1, "maxghost: the score log could not be written\n"),
+    (OSError(errno.ENAMETOOLONG, "File name too long", "x/y"), 2, "maxghost: x/y: File name too long\n"),
     (ConfigError("a\x1b[2Jb"), 2, "maxghost: a\\x1b[2Jb\n"),
     (ConfigError("x" * 9999), 2, f"maxghost: {'x' * 2000}...\n"),
     (KeyboardInterrupt(), 130, "maxghost: interrupted\n"),

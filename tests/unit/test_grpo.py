@@ -382,7 +382,8 @@ def test_what_if(finished, capsys):
 
   assert scores.main([str(finished / "runs/base"), "--what-if", "reward=arithmetic"]) == 0
   assert f"{len(same.texts)} answers in {len(set(same.steps_N))} steps" in capsys.readouterr().out
-  for wrong in ("reward=arithmetc", "rewards=arithmetic", "scale_rewards=std", "reward=nowhere.py:f"):
+  twice = "scale_rewards=none,scale_rewards=batch"
+  for wrong in ("reward=arithmetc", "rewards=arithmetic", "scale_rewards=std", "reward=nowhere.py:f", twice):
     with pytest.raises(ConfigError):
       what_if.ask(log, wrong)
 

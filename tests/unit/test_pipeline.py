@@ -269,7 +269,8 @@ def test_each_chunk_travels_once(num_stages, repeats):
 REFUSED = [
   (
     {"base_num_decoder_layers": 6, "ici_stage_parallelism": 4},
-    "6 stacked layers do not divide over 4 stages; use 2 or 3 or 6 stages",
+    "ici_stage_parallelism=4, base_num_decoder_layers=6: 6 stacked layers do not divide over 4 stages; "
+    "use 2 or 3 or 6 stages, or base_num_decoder_layers=4 or 8",
   ),
   (
     {"base_num_decoder_layers": 1, "ici_stage_parallelism": 2},
@@ -284,7 +285,7 @@ REFUSED = [
     {"num_layers_per_pipeline_stage": 3},
     "num_layers_per_pipeline_stage with num_pipeline_repeats: 1 with 4",
   ),
-  ({"num_layers_per_pipeline_stage": 2, "num_pipeline_repeats": 4}, "8 stacked layers are not 2 stages"),
+  ({"num_layers_per_pipeline_stage": 2, "num_pipeline_repeats": 4}, "base_num_decoder_layers=16$"),
   ({"num_pipeline_microbatches": 1}, "num_pipeline_microbatches=1 is less than the 2 stages"),
   ({"num_pipeline_microbatches": 0}, "num_pipeline_microbatches=0 is no number; use -1 for as many as stages"),
   ({"num_pipeline_microbatches": 3}, "makes 8 rows for 2 devices .* do not divide into 3 micro-batches; use num_pip"),
@@ -330,5 +331,5 @@ def test_a_teacher_whose_layers_the_stages_cannot_share_is_refused_before_jax(it
   if not message:
     assert load_model.teacher(cfg)
     return
-  with pytest.raises(ConfigError, match=f"distill_teacher=there passes the stages of the run: {message}"):
+  with pytest.raises(ConfigError, match=f"distill_teacher=there passes the stages of the run: .*{message}"):
     load_model.teacher(cfg)

@@ -220,11 +220,12 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_kept(tmp_path):
   assert (tmp_path / "thesis.tex").read_text() == "important"
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "/x", ".."])
+@pytest.mark.parametrize("name", ["../x", "a/b", "/x", "..", "a\nb", "a\x1b[2J", "a" * 256, "ü" * 128])
 def test_a_run_stays_in_its_folder(tmp_path, name):
   cfg = config.replace(make_config(tmp_path), run_name=name)
   with pytest.raises(ConfigError, match=r"run_name='.*': must be the name of a folder in base_output_directory"):
     run_directory.inspect(cfg)
+  run_directory.inspect(config.replace(cfg, run_name="ü 日" + "a" * 249))
 
 
 def test_a_trainer_that_was_faster_is_not_overwritten(tmp_path):

@@ -167,8 +167,7 @@ def step_edges(steps: np.ndarray, num_bins: int) -> np.ndarray:
 
 def _values(rows: np.ndarray) -> np.ndarray:
   """[N, C + K] in float64: COLUMNS (1, tokens, share, loss * tokens, contributions), then squared contributions."""
-  contribution = rows["contribution"].astype(np.float64)
-  tokens = rows["tokens"].astype(np.float64)
+  contribution, tokens = (rows[name].astype(np.float64) for name in ("contribution", "tokens"))
   loss_tokens = np.where(tokens > 0, rows["loss"] * tokens, 0.0)
   return np.column_stack([np.ones(len(rows)), tokens, rows["share"], loss_tokens, contribution, contribution**2])
 

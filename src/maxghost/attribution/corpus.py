@@ -23,6 +23,7 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.data.types import Batch
 
 BLOCK_DOCUMENTS = 4096  # packed at a time
+_STOP = {"error": "stop"}  # a command cannot change the run's on_corrupt, and must not be told to
 
 
 class Corpus:
@@ -34,12 +35,13 @@ class Corpus:
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
     own = records != "text" and key != "--queries"
-    keys = dataclasses.replace(kept(data, records), document_fields=(), dataset_domains=())
+    on_corrupt = _STOP.get(data.on_corrupt, data.on_corrupt)
+    keys = dataclasses.replace(kept(data, records), document_fields=(), dataset_domains=(), on_corrupt=on_corrupt)
     self.source = text.load(expand(key, patterns), keys, own=own)
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.layout = Layout(data.max_target_length, data.max_segments, packing.FIRST_FIT, data.add_bos, data.add_eos)
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
-    self.units = make(self.source, split, self.tokenizer, self.layout, data.on_corrupt)
+    self.units = make(self.source, split, self.tokenizer, self.layout, on_corrupt)
     self.fingerprint, self._trained, self._chunks = self.source.fingerprint, None, None  # all documents
     self.notes: list[str] = []
 
@@ -52,7 +54,8 @@ class Corpus:
       domain, path = shard.texts("domain"), shard.texts("path")
       keys = np.unique(rows[rows["share"] > 0][["domain", "path", "offset", "chunk"]]).tolist()  # not only seen
       trained |= {(str(domain[d]), str(path[p]), offset, chunk) for d, p, offset, chunk in keys}
-    self, dataset = cls.__new__(cls), load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
+    data = dataclasses.replace(cfg.data, on_corrupt=_STOP.get(cfg.data.on_corrupt, cfg.data.on_corrupt))
+    self, dataset = cls.__new__(cls), load_dataset(data, cfg.run.data_shuffle_seed, records=cfg.records)
     if not trained:
       raise ConfigError(f"--data run: {run_dir} has scored no document yet; name files, as in --data notes=GLOB")
     self._trained = {key[:3] for key in trained}

@@ -179,7 +179,8 @@ def open_index(folder: Path, steps: Sequence[int] | None = None) -> dict:
   """index.json of an index, of these checkpoints if they are given. Raises ConfigError."""
   path = folder / "index.json"
   if not path.is_file():
-    raise ConfigError(f"--index {folder}: no index there; give --data to write one")
+    said = "its index was not finished" if any(folder.glob("*sketch_*")) else "no index there"
+    raise ConfigError(f"--index {folder}: {said}; give --data to write one")
   try:
     about = check_seal(json.loads(path.read_text(encoding="utf-8")))
     version = int(about["version"])

@@ -102,8 +102,8 @@ def build_index(
   whose response queries are passed through. `index.json`: the rest. method: one of METHODS.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  for path in (folder / "index.json", *folder.glob(".*.tmp")):  # written last: without it the index is incomplete
-    path.unlink(missing_ok=True)
+  for path in folder.glob(".*.tmp"):
+    path.unlink()
   sketcher = METHODS[method](cfg, corpus.layout, num_rows, num_directions)
   step_batch, names, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
   for point in points:
@@ -118,6 +118,7 @@ def build_index(
       parts.append([x[kept_BS] for x in (batch.document_BS, batch.offset_BS, batch.end_BS, tokens_BS)])
     if not (chunks := np.concatenate(parts, 1).T.tolist()):  # document, begin, end and tokens of each
       raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
+    (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
     names += held.save(folder, point.step)
     checkpoints.append([point.step, point.digest])
   ids = ([*corpus.source.document_id(number), begin, tokens] for number, begin, _, tokens in chunks)

@@ -174,12 +174,9 @@ def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[st
   tokens = int(rows.result().tokens.sum())
   place = np.unique(np.concatenate(steps), return_inverse=True)[1]  # each process logs its part of a step
   sums_GS = np.array([np.bincount(place, values) for values in np.concatenate(parts).T])
-  return {
-    query.by: np.array(names, dtype=np.str_),
-    "tokens": np.full(len(names), tokens),
-    "contribution": sums_GS.sum(-1),
-    "half_width": statistics.block_half_width(statistics.to_blocks(sums_GS)),
-  }
+  half_width = statistics.block_half_width(statistics.to_blocks(sums_GS))
+  columns = {query.by: np.array(names, dtype=np.str_), "tokens": np.full(len(names), tokens)}
+  return columns | {"contribution": sums_GS.sum(-1), "half_width": half_width}
 
 
 def _order(columns: dict, query: Query) -> tuple[np.ndarray, int]:

@@ -9,10 +9,8 @@ from maxghost.attribution.texts import snippet
 from maxghost.scorelog.format import TABLE
 
 LEDGER_LABELS: dict[str, tuple[str, str]] = TABLE["ledger"]  # (label, words) by column
-IN_ALL = (
-  "In all: the total with what momentum still does with the document's gradients in later steps, if the validation "
-  "gradient and the optimizer's preconditioner stay as they are."
-)
+IN_ALL = "In all: the total with what momentum still does with the document's gradients in later steps, if the "
+IN_ALL += "validation gradient and the optimizer's preconditioner stay as they are."
 OF_AVERAGE = "Of average: nats per token, as a share of those of an average token in the same steps."
 LARGE_REST = 0.2  # share of the prediction beyond which the reader is warned
 
@@ -69,22 +67,16 @@ def ledger_sentence(ledger: Ledger) -> str:
   first, curvature = ledger.first_order, ledger.curvature
   if momentum and examples is not None and said > 0 and momentum > 0.2 * said:
     part = "it" if curvature is None else "its first-order part" if ahead is None else "what the steps predicted"
-    text += (
-      f" Momentum carries {percent(momentum / said)} of {part}, the "
-      f"examples of the steps themselves {percent(examples / said)} ({number(examples)} nats): the optimizer moves "
-      "along a running mean of gradients; what comes from the gradients of earlier steps counts as momentum."
-    )
+    text += f" Momentum carries {percent(momentum / said)} of {part}, the examples of the steps themselves "
+    text += f"{percent(examples / said)} ({number(examples)} nats): the optimizer moves along a running mean of "
+    text += "gradients; what comes from the gradients of earlier steps counts as momentum."
   if ahead is not None:
-    text += (
-      f" They contain {number(ahead, plus=True)} nats of curvature that the steps expected, divided among documents as "
-      f"the rest; first order alone predicts {number(first)} nats."
-    )
+    text += f" They contain {number(ahead, plus=True)} nats of curvature that the steps expected, divided among "
+    text += f"documents as the rest; first order alone predicts {number(first)} nats."
   if curvature is not None and first and abs(curvature) > LARGE_REST * abs(first):
     kind = "Curvature" if ahead is None else "Further curvature"
-    text += (
-      f" {kind} {'takes back' if curvature * first < 0 else 'adds'} {percent(abs(curvature / first))} of what first "
-      "order predicts; it belongs to the step as a whole and is not divided among documents."
-    )
+    text += f" {kind} {'takes back' if curvature * first < 0 else 'adds'} {percent(abs(curvature / first))} of what "
+    text += "first order predicts; it belongs to the step as a whole and is not divided among documents."
   if actual is None or rest is None or abs(rest) <= LARGE_REST * abs(predicted):
     return text
   direction = "drop" if predicted > 0 else "rise"
@@ -95,10 +87,8 @@ def ledger_sentence(ledger: Ledger) -> str:
     text += f" The measured loss {_moved(actual, 'fell', 'rose', 'did not change')}, against a predicted {direction}:"
   else:
     text += f" No change was predicted, but the measured loss {_moved(actual, 'fell', 'rose', '')}:"
-  return text + (
-    " the prediction does not explain these steps. Read the contributions as a comparison of documents and domains, "
-    "not as exact nats."
-  )
+  text += " the prediction does not explain these steps. Read the contributions as a comparison of documents and "
+  return f"{text}domains, not as exact nats."
 
 
 def in_all_known(values: list[Value]) -> bool:

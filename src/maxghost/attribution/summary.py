@@ -260,8 +260,7 @@ def _documents(groups: Groups, k: int, texts: dict, marked: dict) -> list[Value]
   columns = (groups.exposures, groups.tokens, groups.loss, *per_set)
   rows, values = zip(*(column.tolist() for column in columns), strict=True), []
   for key, (*numbers, in_all) in zip(groups.document_ids(), rows, strict=True):
-    text = texts.get(key)
-    if text is not None and len(text) > SHOWN_CHARS:
+    if (text := texts.get(key)) is not None and len(text) > SHOWN_CHARS:
       text = text[:SHOWN_CHARS] + "\n…"
     more = {"text": text, "marked": marked.get((k, key)), "in_all": in_all}
     values.append(Value(key[0], *numbers, path=key[1], offset=key[2], **more))

@@ -84,10 +84,8 @@ def _conditions(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
   at = 0
   while text[at:].strip():
     if not (found := _CONDITION.match(text, at)):
-      raise ConfigError(
-        f"--where: cannot read {text[at:].strip()!r}; write column=value with commas between, for example "
-        "domain=code,step>=100 (quotes around a value with a comma)"
-      )
+      said = f"--where: cannot read {text[at:].strip()!r}; write column=value with commas between, for example"
+      raise ConfigError(f"{said} domain=code,step>=100 (quotes around a value with a comma)")
     at, column, sign, value = found.end(), found[1], found[2].replace("==", "="), found[3].strip()
     refuse_unknown(f"--where: unknown column {column!r}", column, (*ROW_COLUMNS, *fields))
     value = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value

@@ -169,6 +169,8 @@ def _no_tree(path: Any, folder: Path) -> str:
     return f"{path} is damaged or half copied: it has no {TREE_METADATA}"
   if "checkpoint" in names:
     return f"{path} is a msgpack checkpoint of early Flax; only Orbax checkpoints are read"
+  if "config.yml" in names:
+    return f"{path} has a configuration, but no checkpoint; a run saves some with checkpoint_period above 0"
   return f"{path} is no Orbax checkpoint: it holds {', '.join(names[:6]) or 'nothing'}"
 
 

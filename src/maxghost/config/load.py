@@ -97,6 +97,12 @@ def _unread(loaded: Loaded, own: tuple[str, ...]) -> Iterator[str]:
       yield f"{name}={values.shown(flat[name])} ({origin}) is not read with {other}={values.shown(flat[other])}"
 
 
+def _has_keys(path: Path) -> bool:
+  """Whether a file has a key of the configuration: not all YAML files are one."""
+  lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() and os.access(path, os.R_OK) else ()
+  return any(line.partition(":")[0] in fields() for line in lines)
+
+
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   """The keys of a flat YAML file, with duplicates, syntax errors and a missing file reported in `problems`."""
   try:
@@ -104,7 +110,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Given]:
   except OSError as error:
     reasons = {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder"}
     reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
-    near = (values.nearest_beside(folder / path.name, "*.y*ml") for folder in (path.parent, files.config_dir()))
+    near = (values.nearest_beside(at / path.name, "*.y*ml", _has_keys) for at in (path.parent, files.config_dir()))
     hint = f"; for the key, write {path}=VALUE" if str(path) in fields() else next(filter(None, near), "")
     hint = f"; give {path / 'config.yml'}" if (path / "config.yml").is_file() else hint
     problems.append(f"config file {path} {reason}{hint}")

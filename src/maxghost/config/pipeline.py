@@ -7,6 +7,7 @@ from typing import Any
 from maxghost.config.values import divisors
 
 KEYS = ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "num_pipeline_microbatches")
+STAGES = ("ici_stage_parallelism", "dcn_stage_parallelism")
 
 
 def split(num_layers: int, stages: int, per_stage: int, repeats: int) -> tuple[int, str]:
@@ -37,8 +38,10 @@ def layers_problem(model: Any, keys: Any) -> str:
   layers, cycle = model.base_num_decoder_layers, model.inhomogeneous_layer_cycle_interval
   stages = keys.ici_stage_parallelism * keys.dcn_stage_parallelism
   given = keys.num_layers_per_pipeline_stage, keys.num_pipeline_repeats
-  problem = "" if stages == 1 or not model.scan_layers else split(layers // cycle, stages, *given)[1]
-  return f"base_num_decoder_layers={layers} in cycles of {cycle}: {problem}" if problem and cycle > 1 else problem
+  if stages == 1 or not model.scan_layers or not (problem := split(layers // cycle, stages, *given)[1]):
+    return ""
+  named = " x ".join(f"{key}={getattr(keys, key)}" for key in STAGES if getattr(keys, key) > 1)
+  return f"{named}, base_num_decoder_layers={layers}{f' in cycles of {cycle}' if cycle > 1 else ''}: {problem}"
 
 
 def check(v: Any) -> Iterator[str]:
@@ -49,7 +52,7 @@ def check(v: Any) -> Iterator[str]:
       usual = "as many as stages" if key == KEYS[2] else "what is left"
       yield f"{key}=0 is no number; use -1 for {usual}, or 1 or more"
       return
-  for key, size in (("ici_stage_parallelism", ici), ("dcn_stage_parallelism", dcn)):
+  for key, size in zip(STAGES, (ici, dcn), strict=True):
     if size == -1:
       yield f"{key}=-1 leaves open how layers are cut into stages; give it a number, such as 2"
   if min(ici, dcn) < 1:
@@ -60,7 +63,11 @@ def check(v: Any) -> Iterator[str]:
         yield f"{v[key]} is for a pipeline; set ici_stage_parallelism to its stages, such as 2, or leave {key} out"
     return
   if problem := layers_problem(v, v):
-    yield problem
+    given = [getattr(v, key) for key in KEYS[:2]]
+    whole = stages * v.inhomogeneous_layer_cycle_interval * math.prod(max(number, 1) for number in given)
+    below = v.base_num_decoder_layers // whole * whole
+    fits = [str(number) for number in (below, below + whole) if number] if min(given) < 0 else [str(whole)]
+    yield f"{problem}, or base_num_decoder_layers={' or '.join(fits)}"
   yield from _rows(v, stages)
   yield from _refused(v, stages)
 
@@ -100,7 +107,7 @@ def _refused(v: Any, stages: int) -> Iterator[str]:
     "dropout_rate": (v.dropout_rate > 0, "would draw other masks for each micro-batch", "0.0"),
     "lora_dropout": (v.lora_dropout > 0, "would draw other masks for each micro-batch", "0.0"),
   }
-  makes = " x ".join(key for key in ("ici_stage_parallelism", "dcn_stage_parallelism") if getattr(v, key) > 1)
+  makes = " x ".join(key for key in STAGES if getattr(v, key) > 1)
   for key, (asks, why, instead) in wrong.items():
     if asks:
       yield f"{v[key]} {why}, and {makes} makes {stages} stages; use {key}={instead}, or one stage"

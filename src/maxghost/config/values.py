@@ -7,6 +7,7 @@ The key's type decides, not YAML's guess: `learning_rate: 1e-3` is a float altho
 import codecs
 import contextlib
 import difflib
+import errno
 import functools
 import importlib
 import io
@@ -120,7 +121,7 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     return 130
   except OSError as error:
     print_problem(error, name)
-    code = code if isinstance(error, BrokenPipeError) else 1
+    code = code if isinstance(error, BrokenPipeError) else 2 if error.errno == errno.ENAMETOOLONG else 1
   except Exception as error:
     if (found := _no_defect(error)) is None:
       raise
@@ -185,12 +186,13 @@ def listed(names: Sequence[str], most: int = 6) -> str:
   return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def nearest_beside(path: Path, pattern: str = "*/") -> str:
+def nearest_beside(path: Path, pattern: str = "*/", fits: Callable[[Path], bool] = Path.exists) -> str:
   """The end of "does not exist": `; nearest is runs/base` for `base`, or what is spelt alike; for a file its folder."""
   if path.is_file() and pattern == "*/":
     return f" but a file; use {path.parent}"
   near = sorted(at / path.name for at in path.parent.glob("*/") if not path.exists() and os.path.isdir(at / path.name))
-  near += [path.parent / name for name in nearest(path.name, sorted(at.name for at in path.parent.glob(pattern)), 1)]
+  there = sorted(at.name for at in path.parent.glob(pattern) if fits(at))
+  near += [path.parent / name for name in nearest(path.name, there, 1)]
   return f"; nearest is {near[0]}" if near else ""
 
 

@@ -46,6 +46,8 @@ def _run(arguments: list[str]) -> int:
   if wrong := [item for item in more if item.startswith("-") or parsed.config is None]:
     commands.choices[parsed.command].refuse(wrong[0])
   parsed.config = [*(parsed.config or ()), *more]
+  if parsed.command == "prepare":
+    prepare.check(parsed, workers=1, part_bytes=1)
   return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
 
 
@@ -57,9 +59,6 @@ def _command(commands, name: str, help: str) -> Parser:
 
 def _prepare(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
-  for option in ("workers", "part_bytes"):
-    if getattr(parsed, option) < 1:
-      raise config.ConfigError(f"--{option} {getattr(parsed, option)} is below 1")
   if cfg.records != "text":
     said = f"objective={cfg.optimizer.objective} reads {cfg.records}, which a run renders itself"
     raise config.ConfigError(f"{said}; nothing to prepare")

@@ -19,6 +19,7 @@ from maxghost.config.plugins import REFERENCE_COLUMNS
 from maxghost.data import chat
 from maxghost.data.packing import Encoded, token_dtype
 from maxghost.data.rewards import LARGEST
+from maxghost.data.sources.base import refusal
 from maxghost.data.tokenizers import BYTE, Tokenizer, check_specials, num_shared
 from maxghost.data.windows import Units, concatenated
 
@@ -215,8 +216,8 @@ class ConversationUnits(Units):
       except ConfigError:
         raise
       except (ValueError, RecursionError) as error:
-        if self.on_corrupt == "error":
-          raise ConfigError(f"{self.source.place(index)}: {error}; or use on_corrupt=skip") from error
+        if self.on_corrupt != "skip":
+          raise refusal(f"{self.source.place(index)}: {error}", self.on_corrupt) from error
         for name, change in (("corrupt", 1), ("documents", -1), ("bytes", -len(text))):
           counts[name] += change
         continue

@@ -30,7 +30,7 @@ BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
 PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
 COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
 FIELD_TEXTS, FIELD_END = "fields.bin", "field_end"  # all fields as one text, and the end of each; only with fields
-_FIX = "run `python -m maxghost.data verify` and prepare again, or use on_corrupt=skip"
+_FIX = "run `python -m maxghost.data verify` and prepare again"
 
 
 def is_prepared(path: str) -> bool:

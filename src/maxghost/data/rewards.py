@@ -82,8 +82,7 @@ def load(name: str) -> Reward:
     there = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
   except Exception as error:  # whatever the user's file does
     raise ConfigError(f"reward_functions={name}: {place} cannot be imported: {_said(error)}") from error
-  found = there.get(function)
-  if not callable(found):
+  if not callable(found := there.get(function)):
     known = [key for key, value in there.items() if callable(value) and not key.startswith("_")]
     raise ConfigError(f"reward_functions={name}: {place} has no function {function}{did_you_mean(function, known)}")
   return found

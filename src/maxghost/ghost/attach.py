@@ -115,8 +115,9 @@ def attach(
     )
   if spec.rank and spec.must_gain and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
-    useful = f"use at most {max((i * o // (2 * (i + o)) for i, o in matrices), default=0)}, or 0 for exact scores"
-    raise ValueError(f"ghost_rank={spec.rank} saves nothing on any parameter of this model: {useful}")
+    most = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
+    use = f"use at most {most}, or 0" if most else "use 0"
+    raise ValueError(f"ghost_rank={spec.rank} saves nothing on any parameter of this model: {use} for exact scores")
   twin_graphdef, _, probes, _, _ = nnx.split(twin, nnx.Param, GhostProbe, GhostDirection, ...)
   ordered = tuple(sorted(scored, key=lambda param: param.label))
   return Twin(twin_graphdef, ordered, tuple(sorted(excluded)), spec, num_sets, probes, views)

@@ -85,7 +85,7 @@ def _follows(shard: Shard, last: Shard) -> bool:
 
 def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:
   """Writes the merged file over the last one of them."""
-  names = (*fmt.TEXTS, *shards[-1].fields)
+  last, names = shards[-1], (*fmt.TEXTS, *shards[-1].fields)
   tables = {name: np.unique(np.concatenate([shard.texts(name) for shard in shards])) for name in names}
 
   def blocks() -> Iterator[np.ndarray]:
@@ -98,7 +98,6 @@ def _merge(shards: list[Shard], ledger: tuple[str, ...]) -> None:
         yield rows
 
   modules = fmt.Modules.joined([part for shard in shards if (part := shard.modules) is not None])
-  last = shards[-1]
   meta = last.meta | {"schema_version": fmt.version_of(last.parts), "first_step": shards[0].first_step,
                       "before": shards[0].before, "closed": True, "ledger": ledger}  # fmt: skip
   steps = np.concatenate([fmt.with_ledger(shard.steps, len(last.val_sets), ledger) for shard in shards])

@@ -49,7 +49,7 @@ def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
     return log
   foreign = "" if (run_dir / "config.yml").is_file() else "not a run of maxghost (no config.yml, no scores)"
   found = "".join(_unread(folder)) or foreign or "no score files"
-  raise ConfigError(f"run_dir={run_dir}: {found}; train with ghost_enabled=true to get ghost/dot_prod_log_iter_*.npz")
+  raise ConfigError(f"run_dir={run_dir}: {found}; with ghost_enabled=true a run logs some every ghost_log_period steps")
 
 
 def _open(folder: Path, tries: int = 5) -> tuple[list[Shard], list[str]]:

@@ -167,6 +167,8 @@ class Writer:
     if not self._restored and (files := self._own_files()):
       raise ValueError(f"{files[0][0]} is already there: call restore(position), or restore(None) to begin anew")
     self._restored = True
+    if self._num_processes > 1 and documents and "share" not in rows and "tokens" not in step_record:
+      raise ValueError("several processes write: give the step's tokens of all of them, or the share of each row")
     if step <= self._last_step:
       raise ValueError(f"step={step}: the score log already holds step {self._last_step}; steps only grow")
     if self._pending.steps and step // self._period != self._pending.first_step // self._period:

@@ -124,9 +124,10 @@ def _unwritable(path: Path, cfg: Config, reason: str) -> str:
 
 
 def _check_writable(path: Path, cfg: Config) -> None:
-  if cfg.run.run_name in ("", ".", "..") or "/" in cfg.run.run_name:
-    said = f"run_name={cfg.run.run_name!r}"
-    raise ConfigError(f"{said}: must be the name of a folder in base_output_directory, for example run_name=base")
+  name = cfg.run.run_name
+  if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > 255:
+    said = f"run_name={name!r}: must be the name of a folder in base_output_directory"
+    raise ConfigError(f"{said}, of at most 255 bytes, without line ends; for example run_name=base")
   place = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
   if not place.is_dir():
     raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))

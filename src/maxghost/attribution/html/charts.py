@@ -66,13 +66,9 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[Any],
 def _curve(line: Line, px, py) -> dict:
   finite = np.isfinite(line.y)
   points, y = list(zip(px(line.x[finite]), py(line.y[finite]), strict=True)), line.y[finite]
-  words = number(float(y[-1]))
-  return {
-    **{name: getattr(line, name) for name in ("name", "color", "dots", "faint")},
-    "points": points,
-    "path": "M" + "L".join(f"{x} {y}" for x, y in points),
-    "words": words if len(y) == 1 else f"from {number(float(y[0]))} to {words}",
-  }
+  own = {name: getattr(line, name) for name in ("name", "color", "dots", "faint")}
+  words = f"from {number(float(y[0]))} to " * (len(y) > 1) + number(float(y[-1]))
+  return own | {"points": points, "path": "M" + "L".join(f"{x} {y}" for x, y in points), "words": words}
 
 
 def _readout(lines: list[Line], px) -> str:

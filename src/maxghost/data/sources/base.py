@@ -12,7 +12,7 @@ from maxghost.data.hashing import combine, content_hashes, text_hash
 from maxghost.data.types import Document, DocumentId
 
 T = TypeVar("T")
-_REPAIR = "repair or remove it, or use on_corrupt=skip"
+_REPAIR = "repair or remove it"
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
 COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
            "pairs": ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *REFERENCE_COLUMNS)}  # fmt: skip
@@ -97,21 +97,26 @@ def id_hash(domain: str, path: str, offset: int | np.ndarray) -> np.ndarray:
   return combine(text_hash(domain, path), offset)
 
 
+def refusal(error: ValueError | str, on_corrupt: str, fix: str = _REPAIR) -> ConfigError:
+  """The error of what on_corrupt=error or stop does not leave out; stop: the reader cannot set the key."""
+  return ConfigError(f"{error}; {fix}{', or use on_corrupt=skip' if on_corrupt == 'error' else ''}")
+
+
 def left_out(error: CorruptError, on_corrupt: str) -> str:
-  """The note that a file is left out. Raises ConfigError with on_corrupt=error."""
-  if on_corrupt == "error":
-    raise ConfigError(f"{error}; {_REPAIR}") from error
+  """The note that a file is left out. Raises ConfigError unless on_corrupt=skip."""
+  if on_corrupt != "skip":
+    raise refusal(error, on_corrupt) from error
   return f"left out: {error}"
 
 
 def read_or_skip(read: Callable[[np.ndarray], Iterable[T]], indices: np.ndarray, on_corrupt: str = "skip",
                  fix: str = _REPAIR) -> list[T | None]:  # fmt: skip
-  """The results of `read`, one for each index; None for a corrupt one. With on_corrupt=error ConfigError names it."""
+  """The results of `read`, one for each index; None for a corrupt one. Unless on_corrupt=skip, ConfigError names it."""
   try:
     return [*read(indices)]
   except CorruptError as error:
-    if on_corrupt == "error":
-      raise ConfigError(f"{error}; {fix}") from error
+    if on_corrupt != "skip":
+      raise refusal(error, on_corrupt, fix) from error
   out: list[T | None] = []
   for index in indices:
     try:

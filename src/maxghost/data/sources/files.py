@@ -35,8 +35,7 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kin
     paths = set()
     for pattern in globs:
       matches = glob.glob(pattern, recursive=True) or [pattern]  # a file's own name may hold brackets
-      files = {os.path.abspath(path) for path in matches if os.path.isfile(path)}
-      if not files:
+      if not (files := {os.path.abspath(path) for path in matches if os.path.isfile(path)}):
         why = _of_folder(pattern, kind) if os.path.isdir(pattern) else f"no file matches {pattern}"
         raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
       paths |= files
