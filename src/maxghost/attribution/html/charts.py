@@ -67,7 +67,7 @@ def _curve(line: Line, px, py) -> dict:
   finite = np.isfinite(line.y)
   points, y = list(zip(px(line.x[finite]), py(line.y[finite]), strict=True)), line.y[finite]
   own = {name: getattr(line, name) for name in ("name", "color", "dots", "faint")}
-  words = f"from {number(float(y[0]))} to " * (len(y) > 1) + number(float(y[-1]))
+  words = number(float(y[-1])) if len(y) == 1 else f"from {number(float(y[0]))} to {number(float(y[-1]))}"
   return own | {"points": points, "path": "M" + "L".join(f"{x} {y}" for x, y in points), "words": words}
 
 
