@@ -326,7 +326,7 @@ def test_the_command_that_writes_an_index_can_be_pasted(tmp_path, monkeypatch, c
   (run / "config.yml").touch()
   assert cli.main(["ask", str(run), "q"]) == 2
   command = shlex.split(capsys.readouterr().err.partition("write one: ")[2])
-  expected = ["attribute", str(run / "checkpoints" / "3"), "--data", "run", "--index", str(run / "index")]
+  expected = ["attribute", str(run / "checkpoints" / "3"), "--data", "NAME=GLOB", "--index", str(run / "index")]
   assert command == ["maxghost", *expected]
 
 

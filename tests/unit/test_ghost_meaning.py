@@ -69,7 +69,7 @@ class Digits:
     """program(params, batch, state, delta) -> GhostResult for batches of `size`, which can be called in a scan: what
     `score` compiles, without its checks of values."""
     self.score(direction, self.params, np.arange(size), **extra)
-    (compiled, _), all_rows = next(reversed(self.engines[direction]._compiled.values())), np.ones(size, bool)
+    (compiled, *_), all_rows = next(reversed(self.engines[direction]._compiled.values())), np.ones(size, bool)
 
     def run(params, batch, state=None, delta=None):
       return compiled(params, self.rest, batch, (self.val,), state, delta, all_rows)[0]

@@ -524,7 +524,7 @@ def test_the_command_serves_a_run_and_stops_gracefully(tmp_path):
       with openai.OpenAI(base_url=f"{base}v1", api_key="none", max_retries=0) as client:
         about = client.models.retrieve("run")
         assert (about.max_model_len, about.sources, about.chat) == (200, False, False)
-        assert f"--data run --index {run / 'index'}" in about.no_sources
+        assert f"--data NAME=GLOB --index {run / 'index'}" in about.no_sources
         asked = {"model": "run", "temperature": 0, "extra_body": {"return_token_ids": True}}
         got = client.completions.create(prompt=["ab", "xyz"], max_tokens=20, logprobs=1, **asked)
         graphdef, state = load_model.load(*load_model.find(run))
