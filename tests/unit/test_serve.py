@@ -303,7 +303,7 @@ def test_a_key_is_asked_for():
     assert call(port, "/health/", None)[0] == 404  # it was sent to the Host that the client had named
     for path in ("/v1/models", "/metrics", "/v1/sources"):
       assert call(port, path, {} if path == "/v1/sources" else None)[0] == 401
-    for path in ("/", "/page.js", "/style.css", "/health"):
+    for path in ("/", "/page.js", "/shared.css", "/style.css", "/health"):
       assert call(port, path)[0] == 200
     with connected(port) as client, pytest.raises(openai.AuthenticationError):
       client.models.list()
@@ -384,7 +384,7 @@ def test_a_failure_of_the_server_is_told_in_words():
 
 
 def test_the_page_loads_nothing_from_elsewhere(port):
-  for path in ("/", "/page.js", "/style.css"):
+  for path in ("/", "/page.js", "/shared.css", "/style.css"):
     status, text = call(port, path)
     assert status == 200 and "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "")
     assert "innerHTML" not in text and "style=" not in text  # texts are put in as texts; the policy forbids the other
@@ -398,14 +398,6 @@ def test_the_example_of_the_docs_runs(capsys):
     asked = re.search(r"-d '(.*?)'", page)[1]
     assert call(port, COMPLETIONS, asked.encode())[1]["choices"][0]["text"] == "def main("
   assert capsys.readouterr().out == "def main( 10\nuser: What is a generator?\nassistant: "
-
-
-def test_the_page_has_the_colours_of_the_report():
-  own, report = (
-    {*re.findall(r"--[\w]+: #\w{6}", (ROOT / path).read_text("utf-8"))}
-    for path in ("serving/page/style.css", "attribution/html/style.css")
-  )
-  assert len(own) > 30 and own <= report
 
 
 def test_wrong_arguments(tmp_path, capsys, monkeypatch):

@@ -12,9 +12,8 @@ from maxghost.attribution.statistics import block_edges, exposure_half_width
 from maxghost.scorelog.format import TEXTS, Modules
 from maxghost.scorelog.reader import ScoreLog
 
-GROUPINGS = {
-  "domain": ("domain",), "source": ("domain", "path"), "document": ("domain", "path", "offset"), "step": ("step",),
-}  # fmt: skip
+GROUPINGS = {"domain": ("domain",), "source": ("domain", "path"), "document": ("domain", "path", "offset"),
+             "step": ("step",)}  # fmt: skip
 COLUMNS = ("exposures", "tokens", "share", "loss_tokens", "contribution")  # the last one per validation set
 NUM_PASSES = 6
 MERGE_ROWS = 1 << 20  # partial sums are merged beyond this many

@@ -36,7 +36,6 @@ from maxghost.training import devices, scoring, state
 from maxghost.training.score_recorder import scored_rows
 from maxghost.training.step import make_train_step
 
-METHODS = {index.CONTRIBUTION: lambda *args: Sketcher(*args), index.LESS: Less}
 UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
 LESS_UNIT = "cosine of the query's gradient with the document's Adam update, times the learning rate, over checkpoints"
 _SEED = 4711
@@ -50,10 +49,8 @@ class Point(NamedTuple):
   digest: str
 
 
-def score(
-  cfg: Config, points: Iterator[Point], corpus: Corpus, queries: dict[str, Batch], writer: Writer, num_rows: int,
-  share: float = 1.0,
-) -> int:  # fmt: skip
+def score(cfg: Config, points: Iterator[Point], corpus: Corpus, queries: dict[str, Batch], writer: Writer,
+          num_rows: int, share: float = 1.0) -> int:  # fmt: skip
   """Writes one step per checkpoint to the score log; returns the number of scored chunks per checkpoint.
 
   Each `num_rows` rows of the corpus are scored as the batch of the run's next step. cfg: of the run, with ghost.
@@ -85,15 +82,12 @@ def score(
   return len(names)
 
 
-_OUTPUTS = (
-  "score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "scored_ok", "learning_rate", "val_loss",
-)  # fmt: skip
+_OUTPUTS = ("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "scored_ok", "learning_rate",
+            "val_loss")  # fmt: skip
 
 
-def build_index(
-  cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int,
-  num_directions: int, method: str = index.CONTRIBUTION,
-) -> int:  # fmt: skip
+def build_index(cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int,
+                num_directions: int, method: str = index.CONTRIBUTION) -> int:  # fmt: skip
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
   `sketch_<step>.npy` [N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random directions
@@ -141,10 +135,8 @@ def build_index(
   return len(chunks)
 
 
-def nearest(
-  cfg: Config, points: Iterator[Point], folder: Path, about: dict, queries: dict[str, Batch], corpus: Corpus, top: int,
-  by: str = index.HYBRID,
-) -> dict[str, list[dict]]:  # fmt: skip
+def nearest(cfg: Config, points: Iterator[Point], folder: Path, about: dict, queries: dict[str, Batch], corpus: Corpus,
+            top: int, by: str = index.HYBRID) -> dict[str, list[dict]]:  # fmt: skip
   """{query: its `top` best chunks}, without a backward pass over the corpus. about: from `open_index`.
 
   The product of two sketches along one direction has the contribution as its mean (`ghost.sketch`), so the estimate is
@@ -260,8 +252,9 @@ class Sketcher:
         return taken.factor * linear(gradient)
 
       # One by one: a gradient of each of several tokens is an array that CPUs transpose for longer than they multiply.
-      each = lambda place: jax.lax.cond(place < 0, lambda _: jnp.zeros_like(like_MR), one, place)  # noqa: E731
-      return losses_T[places_A], jax.lax.map(each, places_A)
+      return losses_T[places_A], jax.lax.map(
+        lambda place: jax.lax.cond(place < 0, lambda _: jnp.zeros_like(like_MR), one, place), places_A
+      )
 
     def sketch(key, train_state, scale, batch):
       """(sketch [B, S, M, R] of each document's gradient times s, tokens [B, S])."""
@@ -280,6 +273,9 @@ class Sketcher:
     compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options())
     self.prepare, self.step = objective.prepare, compiled(step)
     self.respond, self.ask, self.sketch = (functools.partial(compiled(f), key) for f in (respond, ask, sketch))
+
+
+METHODS = {index.CONTRIBUTION: Sketcher, index.LESS: Less}
 
 
 def _root(param, weighting, like):

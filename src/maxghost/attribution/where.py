@@ -15,9 +15,8 @@ from maxghost.config.values import ConfigError, did_you_mean, printable
 from maxghost.scorelog.format import ROW_COLUMNS, TEXTS, row_dtype
 from maxghost.scorelog.reader import ScoreLog
 
-_OPERATORS = {
-  "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+_OPERATORS = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+              ">=": operator.ge}  # fmt: skip
 _TEXT_OPERATORS = ("=", "!=", "~", "!~")
 _CONDITION = re.compile(r"""\s*(\w+)\s*(!=|<=|>=|!~|==|=|<|>|~)\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
 
@@ -71,7 +70,7 @@ class Where:
   def hints(self, log: ScoreLog) -> str:
     """`; did you mean 'code'?` for each name that no row has."""
     wanted = [c for c in self.conditions if c.column in self._text_columns and c.operator == "="]
-    known = {name: {str(t) for s in log.shards for t in s.texts(name)} for name in {c.column for c in wanted}}
+    known = {c.column: {str(text) for shard in log.shards for text in shard.texts(c.column)} for c in wanted}
     return "".join(did_you_mean(str(c.value), known[c.column]) for c in wanted if c.value not in known[c.column])
 
   def holds(self, column: str, values) -> np.ndarray:

@@ -9,9 +9,8 @@ from maxghost.checkpoint.layouts_store import open_tree
 if TYPE_CHECKING:
   from maxghost.checkpoint.manager import CheckpointError, CheckpointManager, Restored
 
-__all__ = [
-  "CheckpointError", "CheckpointManager", "Comparison", "Restored", "compare_checkpoints", "inspect", "open_tree",
-]  # fmt: skip
+__all__ = ["CheckpointError", "CheckpointManager", "Comparison", "Restored", "compare_checkpoints", "inspect",
+           "open_tree"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

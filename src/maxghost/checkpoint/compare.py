@@ -77,18 +77,20 @@ class Comparison:
     yield "CHECKPOINTS MATCH" if self.equal else f"CHECKPOINTS DIFFER: {len(self.rows)} differences"
 
 
-def compare(
-  left: Checkpoint, right: Checkpoint, *, params_only: bool = False, rngs: bool = False, atol: float = 0.0,
-  rtol: float = 0.0, ram_bytes: int = 1 << 31,
-) -> Comparison:  # fmt: skip
+def compare(left: Checkpoint, right: Checkpoint, *, params_only: bool = False, rngs: bool = False, atol: float = 0.0,
+            rtol: float = 0.0, ram_bytes: int = 1 << 31) -> Comparison:  # fmt: skip
   """Compares two canonical checkpoints.
 
   params_only: only parameters. rngs: random state and other non-parameters too. atol: allowed difference as a share of
   the array's largest magnitude, which suits weights and moments alike. rtol: the same as a share of each element of
   `right`. ram_bytes: memory for arrays; larger arrays are compared block by block.
   """
-  result, left_out = Comparison(), set() if left.loop_state and right.loop_state else {"loop_state"}
-  left_out |= {*left.trees(), *right.trees()} - {"params"} if params_only else set() if rngs else {"aux"}
+  result = Comparison()
+  left_out = set() if left.loop_state and right.loop_state else {"loop_state"}
+  if params_only:
+    left_out |= {*left.trees(), *right.trees()} - {"params"}
+  elif not rngs:
+    left_out.add("aux")
   items_left, items_right = (_items(side, left_out) for side in (left, right))
   arrays = _ValueComparer(atol, rtol, ram_bytes, result)
   for path in items_left | items_right:

@@ -188,7 +188,7 @@ def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> 
       checkpoint.kept[path] = node
     else:
       inside = path[0] in ("params", "optimizer", "nnx_aux") and len(path) > 1
-      name = slash_path(path[: 1 + inside])
+      name = slash_path(path[:2] if inside else path[:1])
       raise LayoutError(f"unknown {'' if inside else 'top-level '}key '{name}'; pass --keep {name} or --drop {name}")
   for name in (*options.keep, *options.drop):
     if name not in known:

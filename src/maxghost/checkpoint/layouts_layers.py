@@ -187,10 +187,8 @@ def _look_like_layers(base: str, members: dict[str, dict]) -> bool:
   return all(other == first for other in others)
 
 
-def split_layers(
-  nodes: Mapping[Path, StoredArray | Empty], found: Mapping[Path, str], scan_axis: int, *,
-  like: Mapping[Path, Container] | None = None, opaque: bool = False,
-) -> ParamTree:  # fmt: skip
+def split_layers(nodes: Mapping[Path, StoredArray | Empty], found: Mapping[Path, str], scan_axis: int, *,
+                 like: Mapping[Path, Container] | None = None, opaque: bool = False) -> ParamTree:  # fmt: skip
   """Turns the arrays of one tree into a ParamTree.
 
   found: containers and their forms. like: the parameters' containers, which give L if a moment tree has no array in a

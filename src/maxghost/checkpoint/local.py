@@ -281,7 +281,7 @@ def _sender(num_words: int, shift: int) -> Callable[[np.ndarray], np.ndarray]:
   mesh = jax.sharding.Mesh(np.array([first[process] for process in range(count)]), ("process",))
   rows = NamedSharding(mesh, PartitionSpec("process"))
   pairs = [(process, (process + shift) % count) for process in range(count)]
-  permute = lambda x: lax.ppermute(x, "process", pairs)  # noqa: E731
+  permute = functools.partial(lax.ppermute, axis_name="process", perm=pairs)
   program = jax.shard_map(permute, mesh=mesh, in_specs=rows.spec, out_specs=rows.spec)
   shape = jax.ShapeDtypeStruct((count, num_words), np.uint32, sharding=rows)
   compiled = jax.jit(program).lower(shape).compile()

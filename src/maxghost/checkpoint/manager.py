@@ -111,9 +111,12 @@ class CheckpointManager:
 
   def newest(self) -> str:
     """Names of the newest durable and local checkpoints that this process sees, for a message; empty for none."""
-    local, steps = self._local.newest() if self._local else -1, self.steps()
+    steps = self.steps()
     told = [str(self.path(steps[-1]))] if steps else []
-    return ", ".join(told + ([f"the local one of step {local}"] if local > max(steps, default=-1) else []))
+    local = self._local.newest() if self._local else -1
+    if local > max(steps, default=-1):
+      told.append(f"the local one of step {local}")
+    return ", ".join(told)
 
   def save(self, step: int, tree: Mapping, positions: Mapping[str, Any], frozen: Mapping | None = None,
            local: bool = False) -> None:  # fmt: skip
@@ -163,11 +166,13 @@ class CheckpointManager:
     abstract_tree: ShapeDtypeStructs with the shardings of the arrays. Raises CheckpointError if a readable checkpoint
     has missing, extra or unlike leaves, or if checkpoints exist and none can be used.
     """
-    unusable = []
-    wanted, local = _with_raw_keys(abstract_tree), self._local.usable() if self._local else []
-    found = [(step, "") for step in self.steps()] + [(local_files.step_of(name), name) for name in local]
+    unusable, wanted = [], _with_raw_keys(abstract_tree)
+    found = [(step, "") for step in self.steps()]
+    if self._local:
+      found += [(local_files.step_of(name), name) for name in self._local.usable()]
     for step, name in sorted(found, reverse=True):  # at the same step, the local one first: it is faster
-      reason, restored, path = "", None, self._local.folder / name if self._local and name else self.path(step)
+      reason, restored = "", None
+      path = self._local.folder / name if self._local and name else self.path(step)
       try:
         restored = self._read(step, name, wanted)
       except CheckpointError:
@@ -189,8 +194,7 @@ class CheckpointManager:
       if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
         but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
         self._say(f"maxghost: note: checkpoint {path} was made with {'; '.join(other)}: {but}")
-      typed = lambda x, key: jax.random.wrap_key_data(x, impl=key_impl(key)) if is_typed_key(key) else x  # noqa: E731
-      return restored._replace(tree=jax.tree.map(typed, restored.tree, abstract_tree))
+      return restored._replace(tree=jax.tree.map(_typed, restored.tree, abstract_tree))
     if unusable:
       steps = ", ".join(map(str, sorted(unusable)))
       way = "put a good one there, or remove them all to start again at step 0"
@@ -380,3 +384,8 @@ def _checksums(tree: Any) -> dict[str, int]:
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
   return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
+
+
+def _typed(leaf: jax.Array, like: Any) -> jax.Array:
+  """The reverse for one leaf, as `like` is typed."""
+  return jax.random.wrap_key_data(leaf, impl=key_impl(like)) if is_typed_key(like) else leaf

@@ -142,7 +142,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
         hashes.append(content_hashes(found))
         sizes.update(map(len, found))
   if all(splits[0][1].left_out(indices).all() for indices in scan(len(source))):
-    more = ", or list more in dataset_include_file" * bool(cfg.dataset_include_file)
+    more = ", or list more in dataset_include_file" if cfg.dataset_include_file else ""
     said = "there is nothing to train on: every document is held out for validation or excluded"
     raise ConfigError(f"{said}; use a smaller ghost_val_fraction or more data{more}")
   contents = (np.unique(np.concatenate(hashes)), frozenset(sizes), cfg.ghost_val_copies if sizes else "keep")

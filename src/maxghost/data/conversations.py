@@ -110,7 +110,8 @@ class Rendering:
     elif template := self.template:
       source = template.source if found.tools is None else template.with_tools or template.source
       ids, weights = self._templated(replace(template, source=source, words=template.words + found.words), found)
-    elif name := "tools" * bool(found.tools) or "chat_template_kwargs" * bool(found.words):
+    elif found.tools or found.words:
+      name = "tools" if found.tools else "chat_template_kwargs"
       raise ValueError(f"it has {name}, which need a chat template; give chat_template_path")
     else:
       ids, weights = self._joined(self._turns(found.messages, found.first))
@@ -164,9 +165,11 @@ class Rendering:
       role, content, trained = message["role"], message.get("content"), number >= first
       if content is None:
         raise ValueError(f"turn {number + 1} has tool_calls, which need a chat template; give chat_template_path")
-      answer = role == "assistant"
-      pieces.append(("\n" * (number > 0) + f"{role}:" + f" {content}" * (not answer), False))
-      pieces += [(f" {content}", trained), ([self.tokenizer.eos_id or 0], trained)] if answer else []
+      begin = f"\n{role}:" if number else f"{role}:"
+      if role == "assistant":
+        pieces += [(begin, False), (f" {content}", trained), ([self.tokenizer.eos_id or 0], trained)]
+      else:
+        pieces.append((f"{begin} {content}", False))
     return pieces
 
   def _joined(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:

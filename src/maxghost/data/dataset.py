@@ -136,9 +136,8 @@ class Dataset:
     check_known("validation_batch", [domain], [name for part in self.parts for name in part.source.domains], "the data")
     number, part = next((n, part) for n, part in enumerate(self.parts) if domain in part.source.domains)
     encoded = part.encode_documents(part.split.pool(domain, POOL_DOCUMENTS))
-    name = text_hash(domain)
-    order = lambda size, what: permutation(size, _VALIDATION, text_hash(what), self._seed, name)  # noqa: E731
-    rows = packing.pack(encoded, part.layout, order)
+    seeds = (self._seed, text_hash(domain))
+    rows = packing.pack(encoded, part.layout, lambda n, what: permutation(n, _VALIDATION, text_hash(what), *seeds))
     if not len(rows):
       said = f"validation domain '{domain}' has no held-out documents"
       raise ConfigError(f"{said}; those of '{self.val_domain}' are held out")

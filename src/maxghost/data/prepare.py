@@ -200,7 +200,8 @@ def _documents(job: Job, part: int, columns: dict[str, list], paths: dict, count
     read = read_or_skip(source.texts, indices, job.cfg.on_corrupt)
     counts["corrupt"] += sum(text is None for text in read)
     counts["empty"] += sum(text == b"" for text in read)
-    numbers, texts = indices[[bool(text) for text in read]], [text for text in read if text]
+    numbers = indices[[bool(text) for text in read]]
+    texts = [text for text in read if text]
     if not texts:
       continue
     ids = [source.document_id(index) for index in numbers.tolist()]
@@ -302,8 +303,7 @@ def _copy_tokenizer(job: Job) -> dict:
   copied = tokenizer.path is not None and tokenizer.path.is_file()
   if copied:
     tokenizer_files.save(tokenizer, kind, job.folder)
-    saved = tokenizer_files.saved_path(kind, job.folder) or ""
-    path = "tokenizer.json" if kind == HUGGINGFACE else Path(saved).name
+    path = "tokenizer.json" if kind == HUGGINGFACE else Path(tokenizer_files.saved_path(kind, job.folder) or "").name
   return {"type": kind, "path": path, "copied": copied, "fingerprint": tokenizer.fingerprint,
           "vocab_size": tokenizer.vocab_size}  # fmt: skip
 

@@ -80,12 +80,11 @@ class PreparedSource(Source):
     self._shard_ends = np.cumsum([shard["blocks"] for shard in meta["shards"]], dtype=np.int64)
     self._readers = Opened(open_reader, OPEN_FILES)
     self.tokenizer, self._dtype = tokenizer, token_dtype(tokenizer.vocab_size)
-    index = self._folder / "index"
-    read = lambda name: np.load(index / f"{name}.npy", mmap_mode="r").view(np.ndarray)  # noqa: E731  # memmap is slow
-    self.columns = {name: read(name) for name in COLUMNS}
+    index, names = self._folder / "index", (*COLUMNS, FIELD_END) if self.fields else COLUMNS
+    # As plain arrays: np.memmap is slow to index.
+    self.columns = {name: np.load(index / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names}
     self._paths = _mapped(index / "paths.bin")
-    if self.fields:
-      self._field_ends, self._field_texts = read(FIELD_END), _mapped(index / FIELD_TEXTS)
+    self._field_texts = _mapped(index / FIELD_TEXTS) if self.fields else np.zeros(0, np.uint8)
 
   def __reduce__(self):
     return PreparedSource, (str(self._folder), self.tokenizer, self.domains, self._asked, True)
@@ -103,7 +102,7 @@ class PreparedSource(Source):
 
   def document_fields(self, index: int) -> tuple[str, ...]:
     places = (index * len(self.meta["fields"]) + place for place in self._field_places)
-    return tuple(_text(self._field_texts, self._field_ends, place).decode("utf-8") for place in places)
+    return tuple(_text(self._field_texts, self.columns[FIELD_END], place).decode("utf-8") for place in places)
 
   def domain_numbers(self, indices: np.ndarray) -> np.ndarray:
     return self.numbers[self.columns["path_domain"][self.columns["path"][indices]]]
@@ -129,8 +128,9 @@ class PreparedSource(Source):
     """Tokens of the blocks, and the bytes behind each, None if the table has them for all. Raises CorruptError."""
     shards = np.searchsorted(self._shard_ends, blocks, side="right")
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
-    read = lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())  # noqa: E731
-    raw = read_by_shard(shards, records, read)
+    raw = read_by_shard(
+      shards, records, lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())
+    )
     table, item, out = self.tokenizer.byte_table, np.dtype(self._dtype).itemsize, []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
       first, stop = self.documents_of(block)

@@ -36,8 +36,7 @@ class Cursor:
     rows, (epoch, window, row) = self._next_rows()
     self.place = (epoch, window, row + 1)
     if 2 * (row + 1) >= len(rows) and self._ahead is None and not isinstance(self._workers, int):
-      following = self._stream.after(self._lane, epoch, window)
-      self._ahead = self._workers.submit(self._stream.make, self._lane, *following)
+      self._ahead = self._workers.submit(self._stream.make, self._lane, *self._stream.after(self._lane, epoch, window))
     return rows, row, epoch
 
   def _next_rows(self) -> tuple[packing.Rows, tuple[int, int, int]]:

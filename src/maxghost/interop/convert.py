@@ -35,11 +35,9 @@ RAM_ARGUMENT: dict[str, Any] = {"dest": "ram_bytes", "type": megabytes, "default
 DIRECTIONS = ("auto", "linen_to_nnx", "nnx_to_linen")
 
 
-def convert(
-  source: str | os.PathLike, target_path: str | os.PathLike, *, to: str = "", direction: str = "auto",
-  read: ReadOptions | None = None, dry_run: bool = False, verify: bool = True, ram_bytes: int = DEFAULT_RAM_BYTES,
-  say: Callable[[str], None] = print, **wishes: Any,
-) -> Plan:  # fmt: skip
+def convert(source: str | os.PathLike, target_path: str | os.PathLike, *, to: str = "", direction: str = "auto",
+            read: ReadOptions | None = None, dry_run: bool = False, verify: bool = True,
+            ram_bytes: int = DEFAULT_RAM_BYTES, say: Callable[[str], None] = print, **wishes: Any) -> Plan:  # fmt: skip
   """Converts the checkpoint or Hugging Face folder `source` into the new folder `target_path`; returns what went where.
 
   to: the target layout; '' = the other family, as `direction` says. read: how to read the source. verify: whether to
@@ -92,10 +90,8 @@ def check_target(raw: RawTree, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def written(
-  checkpoint: Checkpoint, plan: Plan, out: Path, *, has_level: bool | None = None, verify: bool = True,
-  ram_bytes: int = DEFAULT_RAM_BYTES, **options: Any,
-) -> Iterator[Path]:  # fmt: skip
+def written(checkpoint: Checkpoint, plan: Plan, out: Path, *, has_level: bool | None = None, verify: bool = True,
+            ram_bytes: int = DEFAULT_RAM_BYTES, **options: Any) -> Iterator[Path]:  # fmt: skip
   """Writes the new folder `out` and yields it, under its temporary name, for what goes beside the tree.
 
   has_level: whether the tree gets a folder `items`; None: as the source. options: of `check_written`. Raises

@@ -96,13 +96,16 @@ def make_plan(checkpoint: Checkpoint, target: Target) -> Plan:
     raise LayoutError("the linen layout has no `value` level; leave out --target_wrapped")
   end: TreePath = ("value",) if wrapped else ()
   forms = _forms(checkpoint.params, checkpoint, target, scan_axis)
-  root = ("params", "params") if target.is_linen else () if target.layout == PARAMS else ("model",)
+  roots = {LINEN: ("params", "params"), MAXTEXT_NNX: ("params", "params"), PARAMS: ()}
+  root = roots.get(target.layout, ("model",))
   plan.leaves += [TargetLeaf((*root, *at, *end), refs, axis) for at, refs, axis in _restacked(checkpoint.params, forms)]
   aux = []
   if target.bare:
     parts = [f"opt_state/{slash_path(path)}" for path in (*checkpoint.moments, *checkpoint.opt_leaves)]
-    parts += ["step"] * (checkpoint.step is not None) + ["random state"] * bool(checkpoint.aux.leaves)
-    plan.notes += [f"parameters only; left out: {', '.join(parts)}"] * bool(parts)
+    parts += ["step"] if checkpoint.step is not None else []
+    parts += ["random state"] if checkpoint.aux.leaves else []
+    if parts:
+      plan.notes.append(f"parameters only; left out: {', '.join(parts)}")
   else:
     _plan_opt_state(checkpoint, target, plan, forms, end)
     plan.notes += [f"repaired: {text}" for text in checkpoint.odd_moments().values()]
@@ -263,8 +266,8 @@ def _plan_aux(checkpoint: Checkpoint, target: Target, plan: Plan, end: TreePath)
   """Random keys and counts keep their layer axis, 0. Returns the paths of what else is no parameter."""
   tree = checkpoint.aux
   if target.drop_rngs:
-    arrays = {id(ref.array) for ref in tree.leaves.values()}
-    plan.notes += [f"dropped {len(arrays)} random-state leaves (--drop_rngs)"] * bool(arrays)
+    if arrays := {id(ref.array) for ref in tree.leaves.values()}:
+      plan.notes.append(f"dropped {len(arrays)} random-state leaves (--drop_rngs)")
     return []
   root = ("nnx_aux", "model") if target.is_linen else ("model",)
   try:
@@ -295,5 +298,4 @@ def _metadata(checkpoint: Checkpoint, target: Target, axis: int, containers: lis
     "aux": [list(path) for path in aux],
   }
   record = {name: value for name, value in record.items() if value}
-  layout = LINEN if target.is_linen else target.layout
-  return metadata | {RECORD: {"layout": layout, "param_scan_axis": axis, **record}}
+  return metadata | {RECORD: {"layout": LINEN if target.is_linen else target.layout, "param_scan_axis": axis, **record}}

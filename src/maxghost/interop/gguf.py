@@ -21,11 +21,9 @@ _MOST_VALUES = 1 << 23  # of a header; a vocabulary of a million words has half 
 _CONTROL, _USER_DEFINED = 3, 4  # token_type of special tokens, and of others that are never split
 # What the package raises over a damaged file.
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
-_SIZES = {
-  "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
-  "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
-  "max_position_embeddings": "context_length",
-}  # fmt: skip
+_SIZES = {"hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
+          "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+          "max_position_embeddings": "context_length"}  # fmt: skip
 
 
 @dataclass(frozen=True)

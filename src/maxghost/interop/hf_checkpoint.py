@@ -27,10 +27,8 @@ from maxghost.interop.safetensors_files import open_tensors, write_tensors
 _SHARD_BYTES = 5_000_000_000
 
 
-def import_model(
-  source: str | Path, target: str | Path, *, scan_layers: bool = True, ram_bytes: int = DEFAULT_RAM_BYTES,
-  say: Callable[[str], None] = print,
-) -> config.Config:  # fmt: skip
+def import_model(source: str | Path, target: str | Path, *, scan_layers: bool = True,
+                 ram_bytes: int = DEFAULT_RAM_BYTES, say: Callable[[str], None] = print) -> config.Config:  # fmt: skip
   """Writes the Hugging Face folder or GGUF file `source` as the new folder `target`; returns its configuration.
 
   Raises ConfigError for tensors that are missing, unknown or misshapen, and for a tokenizer of another vocabulary.
@@ -66,10 +64,9 @@ def import_model(
   return cfg
 
 
-def export_model(
-  source: str | Path, target: str | Path, *, cfg: config.Config | None = None, adapter: str | Path = "",
-  shard_bytes: int = _SHARD_BYTES, ram_bytes: int = DEFAULT_RAM_BYTES, say: Callable[[str], None] = print,
-) -> None:  # fmt: skip
+def export_model(source: str | Path, target: str | Path, *, cfg: config.Config | None = None, adapter: str | Path = "",
+                 shard_bytes: int = _SHARD_BYTES, ram_bytes: int = DEFAULT_RAM_BYTES,
+                 say: Callable[[str], None] = print) -> None:  # fmt: skip
   """Writes the parameters of a checkpoint of any layout as the new Hugging Face folder `target`.
 
   cfg: the configuration of the model, where no config.yml lies beside the checkpoint. adapter: a folder of PEFT, or a
@@ -131,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   out = verbs.add_parser("export", help="a checkpoint into a folder that transformers loads")
   out.add_argument("source", metavar="CHECKPOINT", help="a run, a step of it, or an imported folder; any layout")
   out.add_argument("--config", help="config.yml of the model, where none lies beside the checkpoint")
-  shards = RAM_ARGUMENT | {"dest": "shard_bytes", "default": _SHARD_BYTES}
-  out.add_argument("--shard_mb", help="largest file", **shards)
+  out.add_argument("--shard_mb", help="largest file", **RAM_ARGUMENT | {"dest": "shard_bytes", "default": _SHARD_BYTES})
   out.add_argument("--adapter", default="", help="LoRA adapter to merge in: a folder of PEFT, or a run with lora_rank")
   adapter = verbs.add_parser("adapter", help="the LoRA adapter of a run into a folder that PEFT loads")
   adapter.add_argument("source", metavar="RUN", help="a run with lora_rank, or a step of it")

@@ -18,21 +18,19 @@ _FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32", "float64": "float64"}
 _LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local_sliding"}
 _YARN = {"rope_factor": "factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "rope_truncate": "truncate"}
-_LLAMA3 = {
-  "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
-}  # fmt: skip
+_LLAMA3 = {"rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
+           "rope_high_freq_factor": "high_freq_factor"}  # fmt: skip
 _WINDOW = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers")
 _ROTARY = ("rope_theta", "rope_parameters", "rope_scaling")
 _MOST_PARTS = 1_000_000
 # How the folder's own tensors were packed; they are written in full.
 _PACKING = ("quantization_config", "compression_config")
 # Keys that change memory, time, rounding or training, and leave the meaning of the parameters as it is.
-_HOW_COMPUTED = frozenset({
-  "model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision", "quantization",
-  "quantize_kvcache", "attention", "scan_layers", "remat_policy", "segment_lengths", "offload_to_host",
-  "z_loss_multiplier", "num_vocab_tiling", "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight",
-  "sparse_matmul", "use_qk_clip", "qk_clip_threshold",
-})  # fmt: skip
+_HOW_COMPUTED = frozenset({"model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision",
+                           "quantization", "quantize_kvcache", "attention", "scan_layers", "remat_policy",
+                           "segment_lengths", "offload_to_host", "z_loss_multiplier", "num_vocab_tiling",
+                           "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight", "sparse_matmul",
+                           "use_qk_clip", "qk_clip_threshold"})  # fmt: skip
 _SCALING = {
   "llama3.1": {*_LLAMA3, "original_max_position_embeddings"},
   "yarn": {*_YARN, "original_max_position_embeddings", "rope_attention_scaling"},
@@ -197,10 +195,8 @@ def weight_dtype(dtypes: set[str], origin: str) -> str:
   return kept.pop() if len(kept) == 1 else "float64" if "float64" in kept else "float32"
 
 
-def config_json(
-  model: ModelConfig, dtype: str, max_positions: int, special_ids: Mapping[str, int],
-  others: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def config_json(model: ModelConfig, dtype: str, max_positions: int, special_ids: Mapping[str, int],
+                others: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
   """A config.json that transformers reads as this model, with parameters of `dtype`.
 
   max_positions: `max_position_embeddings`, where `others` lacks it. special_ids: bos_token_id and the like. others:
@@ -223,7 +219,8 @@ def config_json(
   if theirs.sliding:
     content |= _write_window(model, theirs)
   for name, number in special_ids.items():  # a model may end a text with one of several tokens
-    if number not in (said if isinstance(said := content.get(name), list) else [said]):
+    said = content.get(name)
+    if number not in (said if isinstance(said, list) else [said]):
       content[name] = number
   again = keys_of(content, "config.json")
   again.pop("max_target_length", None)

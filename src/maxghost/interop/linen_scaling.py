@@ -80,7 +80,8 @@ def rescale_leaf(path: TreePath, array: np.ndarray, head_dim: int, to: str) -> n
   if power is None:
     what = "it is not known how this state scales with gradients"
     raise LayoutError(f"leaf {slash_path(path)}: {what}; known: {', '.join(_POWERS)}")
-  factor, grows = float(head_dim) if power == 2 else math.sqrt(head_dim), (power == 0) == (to == MAXGHOST)
+  factor = float(head_dim) if power == 2 else math.sqrt(head_dim)
+  grows = (power == 0) == (to == MAXGHOST)  # a weight on the way to maxghost, or a moment on the way back
   wide = array.astype(np.float64)
   return (wide * factor if grows else wide / factor).astype(array.dtype)
 
@@ -118,7 +119,7 @@ def rescale_checkpoint(
   plan.custom_metadata[RECORD]["values_from"] = to
   with written(checkpoint, plan, out, rngs=True):
     pass
-  order = ", heads reordered" * rope_pairs
+  order = ", heads reordered" if rope_pairs else ""
   say(f"written {out}: {len(queries)} query leaves rescaled by sqrt({head_dim}){order} as {to} wants, the rest copied")
 
 

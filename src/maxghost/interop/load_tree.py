@@ -30,10 +30,9 @@ def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any
   return open_load(path, wanted, **options)()
 
 
-def open_load(
-  path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, head_dim: int | None = None,
-  rope_pairs: bool = False, widen: bool = False, say: Callable[[str], None] = print,
-) -> Callable[[], dict]:  # fmt: skip
+def open_load(path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, head_dim: int | None = None,
+              rope_pairs: bool = False, widen: bool = False,
+              say: Callable[[str], None] = print) -> Callable[[], dict]:  # fmt: skip
   """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
 
   Leaves that other programs' checkpoints lack (loop state, random keys) keep the array that `wanted` has there and are

@@ -46,7 +46,8 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
   return settings, peft.stack(found, model, place.tree)
 
 
-_as_stored: Callable[[np.ndarray], np.ndarray] = lambda w: w  # noqa: E731
+def _as_stored(w: np.ndarray) -> np.ndarray:
+  return w
 
 
 def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable = _as_stored) -> np.ndarray:

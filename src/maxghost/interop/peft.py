@@ -31,13 +31,12 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _PARTS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
 _LAYERS = "decoder/layers/"
 # Entries of adapter_config.json that are read, or leave the meaning of the tensors as it is. Others must be empty.
-_KNOWN = frozenset({
-  "peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules", "target_parameters",
-  "rank_pattern", "alpha_pattern", "init_lora_weights", "bias", "exclude_modules", "layers_to_transform",
-  "layers_pattern", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
-  "peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-  "runtime_config", "ensure_weight_tying",
-})  # fmt: skip
+_KNOWN = frozenset({"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules",
+                    "target_parameters", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
+                    "exclude_modules", "layers_to_transform", "layers_pattern", "auto_mapping",
+                    "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
+                    "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config",
+                    "lora_ga_config", "runtime_config", "ensure_weight_tying"})  # fmt: skip
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 
 Arrays = Mapping[str, np.ndarray]
@@ -107,8 +106,9 @@ class Place:
     """A and B of the (a, b) of each part. blocks: with an own A for each, else with that of the first."""
     a, b = parts[0][0], [b for _, b in parts]
     if blocks:
-      a, lead, ones = np.concatenate([a for a, _ in parts], axis=-1), a.ndim - 2, np.eye(len(b), dtype=bool)
-      b = [np.concatenate([x if i else np.zeros_like(x) for i in row], lead) for row, x in zip(ones, b, strict=True)]
+      axis = a.ndim - 2  # of the rank in b
+      a, count = np.concatenate([a for a, _ in parts], axis=-1), range(len(b))
+      b = [np.concatenate([x if i == own else np.zeros_like(x) for i in count], axis) for own, x in enumerate(b)]
     b = self._columns(a.shape[-1]).to_tensor(b)
     if self.num_stacked:
       a, b = a.transpose(1, 0, 2).reshape(a.shape[1], -1), b.transpose(1, 0, 2).reshape(-1, b.shape[-1])
@@ -140,7 +140,8 @@ def places(model: ModelConfig, parameters: tuple[str, ...] | None = None) -> Ite
   for layer, held in fused.items():
     name, adapted = f"model.layers.{layer}.mlp.experts", [k for k in held if parameters is None or k in parameters]
     for kind in adapted:  # PEFT wraps the second parameter of a module around the first
-      yield Place(held[kind], layer, None, f"{name}.{kind}", name + ".base_layer" * (kind != adapted[-1]))
+      stem = name if kind == adapted[-1] else f"{name}.base_layer"
+      yield Place(held[kind], layer, None, f"{name}.{kind}", stem)
 
 
 def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict[str, np.ndarray]]:
@@ -175,11 +176,12 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
       parts = place.split(a, b, settings.rank) if len(wrong) == unlike else []
     except ValueError as error:
       raise LayoutError(f"{file}: {names[1]} has rank {rank} for {len(place.rule.paths)} parts, but {error}") from None
-    for leaf, values in ((leaf, x) for leaves, part in zip(place.leaves, parts) for leaf, x in zip(leaves, part)):  # noqa: B905
-      found.setdefault(leaf, {})[place.expert] = values
-  unknown = [name for name in tensors if name not in used]
-  problems = [f"{file} lacks {listed(missing)}"] * bool(missing)
-  problems += [f"{file} has {listed(unknown)}, which the model has no matrix for"] * bool(unknown)
+    for leaves, part in zip(place.leaves, parts, strict=False):  # no parts where a shape is wrong
+      for leaf, values in zip(leaves, part, strict=True):
+        found.setdefault(leaf, {})[place.expert] = values
+  problems = [f"{file} lacks {listed(missing)}"] if missing else []
+  if unknown := [name for name in tensors if name not in used]:
+    problems.append(f"{file} has {listed(unknown)}, which the model has no matrix for")
   problems += wrong[:8] or ([] if problems else _untargeted(config, adapted, folder / CONFIG))
   if problems or not found:
     raise LayoutError(*problems or [f"{file} holds no adapter of this model"])
@@ -191,9 +193,12 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
   kind, bias, init = config.get("peft_type"), config.get("bias", "none"), config.get("init_lora_weights", True)
   rank, alpha = config.get("r"), config.get("lora_alpha")
   problems = [f"{name}={value} is not known here" for name, value in config.items() if value and name not in _KNOWN]
-  problems += [f"peft_type={kind} is not read; only LORA is"] * (kind != "LORA")
-  problems += [f"bias={bias}: trained biases are not read; only bias=none is"] * (bias != "none")
-  problems += [f"init_lora_weights={init} changes the base weights, which are not here"] * (init not in _PLAIN_INITS)
+  if kind != "LORA":
+    problems.append(f"peft_type={kind} is not read; only LORA is")
+  if bias != "none":
+    problems.append(f"bias={bias}: trained biases are not read; only bias=none is")
+  if init not in _PLAIN_INITS:
+    problems.append(f"init_lora_weights={init} changes the base weights, which are not here")
   if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
     problems.append(f"r={rank}, lora_alpha={alpha}: no rank and number")
   if problems:
@@ -220,7 +225,9 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
   modules = config.get("target_modules") or ()  # a text is a pattern
   targets = [*(() if isinstance(modules, str) else modules), *(config.get("target_parameters") or ())]
   lost = [x for x in targets if not any(f".{module}".endswith(f".{x.removesuffix('.weight')}") for module in adapted)]
-  return [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"] * bool(lost)
+  if not lost:
+    return []
+  return [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"]
 
 
 def stack(found: Mapping[Leaf, Mapping[Any, np.ndarray]], model: ModelConfig, origin: Path) -> dict[str, np.ndarray]:
@@ -265,7 +272,8 @@ def save_adapter(folder: str | Path, model: ModelConfig, settings: Settings, arr
   held, used, problems, own = [], set(), [], set()
   for place in places(model, parameters):
     leaves = [leaf for pair in place.leaves for leaf in pair]
-    lost, one = [leaf for leaf in leaves if leaf not in found], slice(None) if place.expert is None else place.expert
+    lost = [leaf for leaf in leaves if leaf not in found]
+    one = slice(None) if place.expert is None else place.expert
     used.update(leaves)
     if 0 < len(lost) < len(leaves):
       problems.append(f"{place.module} holds {', '.join(place.rule.paths)}; adapt all, {lost[0][0]} is missing")
@@ -290,8 +298,10 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
   """adapter_config.json. own: names of the rules whose parts have an own A each."""
   linear = [place for place in held if not place.num_stacked]
   others = {place.module for place in places(model) if not place.num_stacked} - {place.module for place in linear}
-  ends = ([".".join(x[i:]) for i in range(len(x))][::-1] for x in (place.module.split(".") for place in linear))
-  targets = {next(x for x in names if not any(f".{other}".endswith(f".{x}") for other in others)) for names in ends}
+  targets = set()  # the shortest end of each name that ends the name of no other module
+  for names in (place.module.split(".") for place in linear):
+    ends = [".".join(names[i:]) for i in reversed(range(len(names)))]
+    targets.add(next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)))
   counts = {x.module.rpartition(".")[2]: len(x.rule.paths) for x in held if x.rule.name in own}
   made = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base,

@@ -106,10 +106,9 @@ def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, f
   return dataclasses.replace(like, shape=tuple(shape), dtype=np.dtype(one.dtype), read=read, chunk_nbytes=0)
 
 
-def quantize_checkpoint(
-  source: str | Path, target: str | Path, quantization: str, *, cfg: config.Config | None = None,
-  ram_bytes: int = DEFAULT_RAM_BYTES, say: Callable[[str], None] = print,
-) -> config.Config:  # fmt: skip
+def quantize_checkpoint(source: str | Path, target: str | Path, quantization: str, *,
+                        cfg: config.Config | None = None, ram_bytes: int = DEFAULT_RAM_BYTES,
+                        say: Callable[[str], None] = print) -> config.Config:  # fmt: skip
   """Writes the parameters of a model of any layout as the new folder `target`, which `maxghost generate` reads.
 
   cfg: the configuration of the model, where none lies beside it. Holds one matrix, and ram_bytes of others. Raises

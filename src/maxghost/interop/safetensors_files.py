@@ -24,10 +24,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of a matrix in MXFP4
 _GROUP_BYTES = 16
-_DTYPES = {
-  "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-  "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+           "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
 
 
 def open_tensors(folder: Path) -> dict[str, StoredArray]:

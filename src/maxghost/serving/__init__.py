@@ -5,6 +5,4 @@ from maxghost.serving.engine import Engine
 from maxghost.serving.generator import Generator, Progress
 from maxghost.serving.sampling import Sampling
 
-__all__ = [
-  "Batcher", "Closed", "Engine", "Generator", "Job", "Piece", "Progress", "QueueFull", "Request", "Sampling",
-]  # fmt: skip
+__all__ = ["Batcher", "Closed", "Engine", "Generator", "Job", "Piece", "Progress", "QueueFull", "Request", "Sampling"]

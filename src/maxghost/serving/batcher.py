@@ -252,9 +252,8 @@ class Batcher:
 
   def _decode(self, state: DecodeState) -> DecodeState:
     """Adds a token to every running request."""
-    pieces = {
-      slot: Piece("", finish="cancelled") for slot, job in self._running.items() if job.cancelled or self._aborted
-    }
+    gone = [slot for slot, job in self._running.items() if job.cancelled or self._aborted]
+    pieces = dict.fromkeys(gone, Piece("", finish="cancelled"))
     if len(pieces) < len(self._running):
       begin = time.perf_counter()
       state, result = self._engine.generate(self._params, state)

@@ -24,11 +24,9 @@ from maxghost.serving.sampling import Sampling, draw
 
 _NARROW, _VISIBLE = 4, 128  # a short chunk is a quarter of a long one; least bucket of a decode step
 # What a step needs to know of each row: (dtype, value of a free slot). length: tokens in the cache; 0 in a free slot.
-_ROW = {
-  "temperature": (np.float32, 0), "top_k": (np.int32, 0), "top_p": (np.float32, 1), "min_p": (np.float32, 0),
-  "repetition_penalty": (np.float32, 1), "top": (np.int32, 0), "key": (np.uint32, (0, 0)), "step": (np.int32, 0),
-  "token": (np.int32, 0), "length": (np.int32, 0),
-}  # fmt: skip
+_ROW = {"temperature": (np.float32, 0), "top_k": (np.int32, 0), "top_p": (np.float32, 1), "min_p": (np.float32, 0),
+        "repetition_penalty": (np.float32, 1), "top": (np.int32, 0), "key": (np.uint32, (0, 0)), "step": (np.int32, 0),
+        "token": (np.int32, 0), "length": (np.int32, 0)}  # fmt: skip
 _LOGITS = ("activation_batch", "activation_vocab")
 Rows = dict[str, np.ndarray]
 
@@ -74,10 +72,8 @@ class Engine:
   or `free` is used up: go on with the one returned.
   """
 
-  def __init__(
-    self, graphdef: nnx.GraphDef, *, slots: int = 8, cache_size: int = 2048, prefill_chunk: int = 128,
-    prefix_bytes: int = 1 << 28, layout: shardings.Layout | None = None,
-  ):  # fmt: skip
+  def __init__(self, graphdef: nnx.GraphDef, *, slots: int = 8, cache_size: int = 2048, prefill_chunk: int = 128,
+               prefix_bytes: int = 1 << 28, layout: shardings.Layout | None = None):  # fmt: skip
     for name, value in {"slots": slots, "cache_size": cache_size, "prefill_chunk": prefill_chunk}.items():
       if value < 1:
         raise ConfigError(f"{name}={value}: at least 1")
@@ -96,8 +92,9 @@ class Engine:
       raise ConfigError(f"cache_size={self.cache_size}: the model has {most} positions; use at most {most}")
     self._loaded = jax.device_put(state, self._layout.shardings(state) if self._layout else None)
     one = np.ones((1, 1), np.int32)
-    read = lambda state: read_prompts(nnx.merge(self._graphdef, state), one, one[0], self.cache_size)  # noqa: E731
-    logits, self._row_shapes = jax.eval_shape(read, state)
+    logits, self._row_shapes = jax.eval_shape(
+      lambda state: read_prompts(nnx.merge(self._graphdef, state), one, one[0], self.cache_size), state
+    )
     self.vocab_size = logits.shape[-1]
     self._prefixes = Prefixes(self._prefixes.limit)
     return self._loaded
@@ -224,8 +221,8 @@ class Engine:
   # What is compiled.
 
   def _empty(self, num_rows: int):
-    zeros = lambda x: jnp.zeros((*x.shape[:-4], num_rows, *x.shape[-3:]), x.dtype)  # noqa: E731
-    kept, seen_BV = jax.tree.map(zeros, self._row_shapes), jnp.zeros((num_rows, self.vocab_size), bool)
+    kept = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-4], num_rows, *x.shape[-3:]), x.dtype), self._row_shapes)
+    seen_BV = jnp.zeros((num_rows, self.vocab_size), bool)
     return _split(kept), shardings.constrain(seen_BV, ("activation_batch", None))
 
   def _read(self, params, kept, tokens_1C, counts_1, lengths_1, *, visible: int):
@@ -233,8 +230,9 @@ class Engine:
     return _append(kept, new, counts_1, lengths_1), _split(new), shardings.constrain(logits_1V, _LOGITS)
 
   def _insert(self, kept, seen_BV, row, seen_V, slot):
-    put = lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, slot, all.ndim - 4)  # noqa: E731
-    return _split(jax.tree.map(put, kept, row)), seen_BV.at[slot].set(seen_V)
+    update = jax.lax.dynamic_update_slice_in_dim
+    kept = jax.tree.map(lambda slots, one: update(slots, one, slot, slots.ndim - 4), kept, row)
+    return _split(kept), seen_BV.at[slot].set(seen_V)
 
   def _add(self, params, kept, tokens_B, counts_B, *, visible: int):
     logits_BV, kept = add_token(nnx.merge(self._graphdef, params), tokens_B, counts_B, kept, visible)

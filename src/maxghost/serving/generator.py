@@ -55,10 +55,8 @@ class Generator:
   The model's state is an argument of every call, so a run can use one Generator. seconds: of the last call.
   """
 
-  def __init__(
-    self, graphdef: nnx.GraphDef, cache_size: int, *, sampling: Sampling | None = None, stop_ids: Sequence[int] = (),
-    sharding: jax.sharding.Sharding | None = None,
-  ):  # fmt: skip
+  def __init__(self, graphdef: nnx.GraphDef, cache_size: int, *, sampling: Sampling | None = None,
+               stop_ids: Sequence[int] = (), sharding: jax.sharding.Sharding | None = None):  # fmt: skip
     self._graphdef, self._cache_size, self._sharding = graphdef, cache_size, sharding
     self._sampling, self._stop_ids = sampling or Sampling(), np.unique(np.array(stop_ids, np.int32))
     self._compiled: dict[tuple, Callable] = {}
@@ -70,10 +68,8 @@ class Generator:
     """Adds up to num_new tokens to each prompt (ids, at least one each). Raises ValueError as `stream` does."""
     return list(self.stream(state, prompts, num_new, every=num_new, seed=seed, keys_B=keys_B))[-1]
 
-  def stream(
-    self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, every: int = 8, seed: int = 0,
-    keys_B: Any = None,
-  ) -> Iterator[Progress]:  # fmt: skip
+  def stream(self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, every: int = 8, seed: int = 0,
+             keys_B: Any = None) -> Iterator[Progress]:  # fmt: skip
     """As `generate`, with a Progress after the first token and after every `every` tokens.
 
     state: of `nnx.split`. keys_B: keys of the rows, in place of `seed`. Raises ValueError for an empty or long prompt.
@@ -143,15 +139,16 @@ class Generator:
     }
 
   def _add_tokens(self, state, loop: dict[str, Any], until) -> dict[str, Any]:
-    go_on = lambda loop: (loop["num_B"] < until) & ~loop["done_B"].all()  # noqa: E731
-    return jax.lax.while_loop(go_on, functools.partial(self._add_token, state), loop)
+    return jax.lax.while_loop(
+      lambda loop: (loop["num_B"] < until) & ~loop["done_B"].all(), functools.partial(self._add_token, state), loop
+    )
 
   def _add_token(self, state, loop: dict[str, Any]) -> dict[str, Any]:
     logits_BV, kept = add_token(nnx.merge(self._graphdef, state), loop["token_B"], loop["length_B"], loop["kept"])
     token_B, logp_B = choose(logits_BV, _at(loop["keys_B"], loop["num_B"]), self._sampling, loop["seen_BV"])
     running_B = ~loop["done_B"]
     token_B, logp_B = jnp.where(running_B, token_B, 0), jnp.where(running_B, logp_B, 0)
-    put = lambda all_BN, new_B: jax.lax.dynamic_update_index_in_dim(all_BN, new_B, loop["num_B"], 1)  # noqa: E731
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=loop["num_B"], axis=1)
     return loop | {
       "seen_BV": _with(loop["seen_BV"], token_B), "kept": kept, "length_B": loop["length_B"] + running_B,
       "token_B": token_B, "ids_BN": put(loop["ids_BN"], token_B), "logps_BN": put(loop["logps_BN"], logp_B),

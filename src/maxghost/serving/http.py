@@ -35,7 +35,7 @@ BODY_BYTES = 1 << 20
 BODY_SECONDS = 30  # for a body to arrive
 MOST_ASKED = 8  # questions for sources at once; they are answered in turn
 _PAGE = Path(__file__).parent / "page"
-_FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
+_FILES = {"/": "index.html", "/page.js": "page.js", "/shared.css": "shared.css", "/style.css": "style.css"}
 _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
 )
@@ -217,8 +217,9 @@ class Answer:
     self._lengths, self._before = [0] * count, [[*prompt[-TAIL:]] for prompt in prompts]
     self._roles: list[dict[str, str]] = [{"role": "assistant"}] * count
     self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(count)]
-    kind = "chat.completion" + ".chunk" * self.streams if self._chat else "text_completion"
-    self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": served.name}
+    chat = "chat.completion.chunk" if self.streams else "chat.completion"
+    self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": chat if self._chat else "text_completion"}
+    self._head |= {"created": int(time.time()), "model": served.name}
 
   async def whole(self, pieces) -> dict:
     found: list[list[Piece]] = [[] for _ in self._lengths]

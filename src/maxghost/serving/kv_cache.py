@@ -139,9 +139,9 @@ def _slots(x, counts_B, size: int, kept=0, first_B=None):
   """The last `size` positions of rows of counts_B tokens in their slots, [..., B, K, S, h]: those from first_B (0) on
   are the tokens of x [..., B, K, T, h], the ones before are `kept`'s."""
   index_BS = held_positions(counts_B, size) - (0 if first_B is None else first_B[:, None])
-  spread = lambda x_BS: x_BS.reshape((1,) * (x.ndim - 4) + (len(x_BS), 1, size, 1))  # noqa: E731
-  found = jnp.take_along_axis(x, spread(jnp.clip(index_BS, 0, x.shape[-2] - 1)), axis=-2)
-  return jnp.where(spread(index_BS >= 0), found, kept)
+  index = index_BS.reshape((1,) * (x.ndim - 4) + (len(index_BS), 1, size, 1))
+  found = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[-2] - 1), axis=-2)
+  return jnp.where(index >= 0, found, kept)
 
 
 def _attend(q_BTHh, kept, new, seen, sinks_H, shape: attention.Shape):

@@ -47,31 +47,25 @@ class Served:
 
 
 # name: (kind, value where none is given, least, most)
-_SAMPLING = {
-  "temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
-  "repetition_penalty": (float, 1.0, 0.01, 100),
-}  # fmt: skip
-_COMMON = _SAMPLING | {
-  "model": (str, None), "n": (int, 1, 1, 128), "max_tokens": (int, None, 1), "stop": (object, ""),
-  "seed": (int, None, *SEEDS), "stream": (bool, False), "stream_options": (dict, {}), "user": (str, None),
-  "ignore_eos": (bool, False), "return_token_ids": (bool, False),
-}  # fmt: skip
+_SAMPLING = {"temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
+             "repetition_penalty": (float, 1.0, 0.01, 100)}  # fmt: skip
+_COMMON = _SAMPLING | {"model": (str, None), "n": (int, 1, 1, 128), "max_tokens": (int, None, 1), "stop": (object, ""),
+                       "seed": (int, None, *SEEDS), "stream": (bool, False), "stream_options": (dict, {}),
+                       "user": (str, None), "ignore_eos": (bool, False), "return_token_ids": (bool, False)}  # fmt: skip
 COMPLETION = _COMMON | {"prompt": (object, None), "logprobs": (int, None, 0, 5)}
 CHAT = _COMMON | {"messages": (list, None), "logprobs": (bool, None), "top_logprobs": (int, 0, 0, 20)}
 CHAT |= {"max_completion_tokens": (int, None, 1)}
 SOURCES = {"model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None)}
 SOURCES |= {"top": (int, 10, 1, 100)}
 # parameters of OpenAI's API that this server does not offer, with the value that has no effect
-_NEUTRAL = {
-  "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "audio": None,
-  "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {}, "suffix": "",
-  "functions": [], "function_call": "none", "parallel_tool_calls": True, "service_tier": "auto", "modalities": ["text"],
-  "prediction": None, "reasoning_effort": None, "verbosity": None, "web_search_options": None, "moderation": None,
-  "safety_identifier": None, "prompt_cache_key": None, "prompt_cache_retention": None, "prompt_cache_options": None,
-}  # fmt: skip
-_KINDS = {
-  int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "an object",
-}  # fmt: skip
+_NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "audio": None,
+            "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
+            "suffix": "", "functions": [], "function_call": "none", "parallel_tool_calls": True, "service_tier": "auto",
+            "modalities": ["text"], "prediction": None, "reasoning_effort": None, "verbosity": None,
+            "web_search_options": None, "moderation": None, "safety_identifier": None, "prompt_cache_key": None,
+            "prompt_cache_retention": None, "prompt_cache_options": None}  # fmt: skip
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
+          dict: "an object"}  # fmt: skip
 
 
 def read(body: bytes, fields: Mapping[str, tuple], model: str) -> dict[str, Any]:
@@ -108,7 +102,8 @@ def _checked(name: str, value: Any, kind: type, _, least: float = -math.inf, mos
   if is_other or not isinstance(value, (int, float) if kind is float else kind):
     raise Refused(f"{name}={_short(value)} is not {_KINDS[kind]}", name)
   if number and not least <= value <= most:
-    raise Refused(f"{name}={_short(value)}: at least {least}" + f", at most {most}" * (most < math.inf), name)
+    limits = f"at least {least}" if most == math.inf else f"at least {least}, at most {most}"
+    raise Refused(f"{name}={_short(value)}: {limits}", name)
   return value
 
 
@@ -122,7 +117,8 @@ def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
   given, n, most = values.get("prompt"), values.get("n", 1), served.batcher.queue_limit
   texts = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
   if (count := len(texts)) * n > most:
-    said = f"{count} prompt{'s' * (count > 1)}, n={n}: at most {most} texts in all; send them in several requests"
+    prompts = f"{count} prompts" if count > 1 else "1 prompt"
+    said = f"{prompts}, n={n}: at most {most} texts in all; send them in several requests"
     raise Refused(f"{said}, or start the server with a larger --queue", "prompt" if count > 1 else "n")
   if values.get("messages") is not None:
     if served.rendering is None:

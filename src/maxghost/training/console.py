@@ -28,13 +28,14 @@ def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
     line += f", reward: {record['rollout/reward']:.3f}"
   for name in val_sets[:1]:
     over = f" over {record['ghost/account_steps']} steps" if "ghost/account_steps" in record else ""
-    parts = {"val_loss": (f"ghost/val_loss/{name}", ".3f"), f"drop{over}": (f"ghost/actual_drop/{name}", "+.5f")}
-    domains = [key for key in record if key.startswith(start := f"ghost/contribution/{name}/")]
-    for key in sorted(domains, key=lambda key: -abs(record[key])):
-      parts[key.removeprefix(start)] = (key, "+.5f")
-    for label, (key, form) in parts.items():
-      part = f", {label}: {(value := record.get(key, math.nan)):{form}}"
-      line += part if math.isfinite(value) and len(line + part) <= MAX_STEP_LINE else ""
+    start = f"ghost/contribution/{name}/"
+    domains = sorted((key for key in record if key.startswith(start)), key=lambda key: -abs(record[key]))
+    parts = [("val_loss", f"ghost/val_loss/{name}", ".3f"), (f"drop{over}", f"ghost/actual_drop/{name}", "+.5f")]
+    for label, key, form in [*parts, *((key.removeprefix(start), key, "+.5f") for key in domains)]:
+      value = record.get(key, math.nan)
+      part = f", {label}: {value:{form}}"
+      if math.isfinite(value) and len(line + part) <= MAX_STEP_LINE:
+        line += part
   return line
 
 
@@ -141,8 +142,9 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
     return [f"Training complete; {path / METRICS_FILE} is damaged ({error}): no summary"]
   first, last = records[0], records[-1]
   loss = f"training loss {first['learning/loss']:.3f} -> {last['learning/loss']:.3f}"
-  answers = plan.cfg.samples and plan.cfg.rollout.grpo_loss_type == "grpo"  # each has the weight 1
-  units = "pairs" if plan.cfg.records == "pairs" else "answers" if answers else "target tokens"
+  units = "pairs" if plan.cfg.records == "pairs" else "target tokens"
+  if plan.cfg.samples and plan.cfg.rollout.grpo_loss_type == "grpo":
+    units = "answers"  # each has the weight 1
   lines = [f"Training complete: {len(records)} steps, {round(weights):,} {units}, {loss}"]
   if steady := seconds[1:]:  # the first step is a warm-up
     middle = median(steady)

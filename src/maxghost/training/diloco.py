@@ -74,8 +74,8 @@ class Diloco:
 
     def spread(inner):
       values = {path: v.get_value() for path, v in nnx.to_flat_state(inner)}
-      found = lambda path, v: values.get(path[1:] if path[0] == INNER else path, jnp.zeros((), v.dtype))  # noqa: E731
-      return map_state(like, lambda path, v: jnp.broadcast_to(found(path, v), v.shape))
+      values |= {(INNER, *path): x for path, x in values.items()}
+      return map_state(like, lambda path, v: jnp.broadcast_to(values.get(path, jnp.zeros((), v.dtype)), v.shape))
 
     return jax.jit(spread, out_shardings=self.layout.shardings(like))(inner)
 
@@ -168,12 +168,13 @@ class Diloco:
 def of_slices(tree: Any) -> Any:
   """Host copies [R, ...] of arrays with a leading slice axis, gathered from all processes."""
   leaves, structure = jax.tree.flatten(tree)
-  own = [{shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards} for x in leaves]
+  # Of each leaf, {first slice: values}.
+  parts = [{shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards} for x in leaves]
   if not all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
-    said = distributed.gather([{start: x.tolist() for start, x in shards.items()} for shards in own])
-    merged = [{int(start): x for one in said for start, x in one[i].items()} for i in range(len(leaves))]
-    own = [{start: np.asarray(x, like.dtype) for start, x in m.items()} for m, like in zip(merged, leaves, strict=True)]
-  return jax.tree.unflatten(structure, [np.concatenate([shards[start] for start in sorted(shards)]) for shards in own])
+    said = distributed.gather([{start: x.tolist() for start, x in own.items()} for own in parts])
+    for i, like in enumerate(leaves):
+      parts[i] = {int(start): np.asarray(x, like.dtype) for one in said for start, x in one[i].items()}
+  return jax.tree.unflatten(structure, [np.concatenate([own[start] for start in sorted(own)]) for own in parts])
 
 
 def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:

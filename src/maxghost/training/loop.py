@@ -31,7 +31,7 @@ from maxghost.training.reweighting import Reweighter
 from maxghost.training.rollouts import Rollouts
 from maxghost.training.score_recorder import ScoreRecorder
 from maxghost.training.signals import StopSignals
-from maxghost.training.state import Position, carry, to_save
+from maxghost.training.state import Position, carry, saved_parts
 
 
 class Sinks(NamedTuple):
@@ -206,7 +206,9 @@ class TrainingLoop:
     if not local:
       sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
       self._saved_steps = completed
-    sinks.checkpoints.save(completed, *to_save(self._state, position, self._cfg), local=local)
+    own, frozen = saved_parts(self._state)
+    positions = dataclasses.asdict(position) | {"config": self._cfg.flat()}
+    sinks.checkpoints.save(completed, own, positions, frozen, local=local)
     self._restart_clock()
 
   def _close_account(self) -> None:
@@ -236,8 +238,10 @@ class TrainingLoop:
     metrics.check_finite(step, outputs)
     closing = None
     if self._validation.closes(step):
-      here = {"prev_val_loss": outputs.get("val_loss")} | {k: v for k, v in outputs.items() if k == "prev_predicted"}
-      closing = self._close_step(step, here if replaced is None else replaced)
+      if replaced is None:  # this step measured on the same rows
+        names = {"prev_val_loss": "val_loss", "prev_predicted": "prev_predicted"}
+        replaced = {name: outputs[own] for name, own in names.items() if own in outputs}
+      closing = self._close_step(step, replaced)
     open_loss = self._position.open_loss
     if self._validation.is_fresh(step):
       open_loss = [float(loss) for loss in outputs["val_loss"]]

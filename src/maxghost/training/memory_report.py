@@ -31,8 +31,9 @@ class Tensor:
     return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize * self.count
 
   def describe(self) -> str:
-    many, dtype = f"{self.count} x " if self.count > 1 else "", SHORT_NAMES.get(self.dtype, self.dtype)
-    return f"{many}{dtype}[{','.join(map(str, self.shape))}] {shown(self.bytes)}: {self.why}"
+    many = f"{self.count} x " if self.count > 1 else ""
+    dtype, shape = SHORT_NAMES.get(self.dtype, self.dtype), ",".join(map(str, self.shape))
+    return f"{many}{dtype}[{shape}] {shown(self.bytes)}: {self.why}"
 
 
 Rows = dict[str, list[Tensor]]  # {row of the table: the arrays of one kind}
@@ -119,12 +120,6 @@ def check(estimated: MemoryEstimate, limit: int | None) -> None:
   raise ConfigError(f"{said}; --force starts it all the same")
 
 
-def start_lines(estimated: MemoryEstimate, limit: int | None) -> list[str]:
-  """The table and the verdict, before anything is compiled."""
-  lines = estimated.table()
-  return lines if limit is None else [*lines, *verdict(estimated, limit).splitlines()]
-
-
 def too_large(error: Exception, estimated: MemoryEstimate, limit: int | None) -> str:
   """XLA's message on a failed allocation, and settings to change."""
   lines = str(error).splitlines() or ["RESOURCE_EXHAUSTED"]
@@ -135,22 +130,22 @@ def too_large(error: Exception, estimated: MemoryEstimate, limit: int | None) ->
 def shortage(estimated: MemoryEstimate, limit: int | None) -> list[str]:
   """Settings to change if XLA needs too much: the verdict, or, if the estimate fits, how to need a fifth less."""
   if limit is not None and estimated.total > limit:
-    return verdict(estimated, limit).splitlines()
+    return verdict(estimated, limit)
   head = f"memory: the estimate is {shown(estimated.total)}, and XLA needs more; to need a fifth less:"
   return [head, *advice(estimated, int(0.8 * estimated.total))]
 
 
-def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> str:
+def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
   """One line if the step fits; else the largest tensors and the settings to change. capacity_bytes: of one device."""
   need, have = estimate.total, capacity_bytes
   if need <= have:
-    return f"memory: needs {shown(need)} of {shown(have)} per device; {shown(have - need)} to spare"
+    return [f"memory: needs {shown(need)} of {shown(have)} per device; {shown(have - need)} to spare"]
   lines = [f"memory: does not fit: needs {shown(need)} per device, has {shown(have)}, {shown(need - have)} too much"]
   data, accumulated = estimate.cfg.data, estimate.cfg.optimizer.gradient_accumulation_steps
   rows = f"{data.per_device_batch_size} rows of {data.max_target_length} tokens"
   micro = f", in each of {accumulated} micro-batches" if accumulated > 1 else ""
   lines.append(f"  tokens per device: {estimate.tokens:,} = {rows}{micro}")
-  return "\n".join([*lines, *advice(estimate, capacity_bytes)])
+  return lines + advice(estimate, capacity_bytes)
 
 
 def advice(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:

@@ -72,14 +72,14 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
   """
   record: dict[str, Any] = {"ghost/scored": int(outputs["scored_ok"])}
   columns = [column for column in plugins.ledger_columns() if column in outputs]
+  shown = [column for column in (*columns, "predicted_curvature", "check_rel_err") if column in outputs]
   if "chosen_B" in outputs:
     record["ghost/chosen_rows"] = int(outputs["chosen_B"].sum())
   for k, name in enumerate(val_sets):
     record[f"ghost/val_loss/{name}"] = float(outputs["val_loss"][k])
     if columns:
       record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in columns)
-      for column in (*columns, *(["predicted_curvature"] if "predicted_curvature" in outputs else []), "check_rel_err"):
-        record[f"ghost/{column}/{name}"] = float(outputs[column][k])
+      record |= {f"ghost/{column}/{name}": float(outputs[column][k]) for column in shown}
   for label, captured_LK in outputs.get("captured", {}).items():
     record[f"ghost/captured/{label}"] = captured_LK.tolist()
   return record
@@ -97,9 +97,9 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
 def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token") -> dict[str, float]:
   """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
   total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
-  loss, whole = total / (weights or 1.0), int(weights) if weights.is_integer() else weights
+  loss = total / (weights or 1.0)
   likely = {"eval/avg_perplexity": _perplexity(loss)} if plugins.OBJECTIVES[objective].perplexity else {}
-  return {"eval/avg_loss": loss, **likely, "eval/total_weights": whole}
+  return {"eval/avg_loss": loss, **likely, "eval/total_weights": int(weights) if weights.is_integer() else weights}
 
 
 class MetricsLog:

@@ -62,9 +62,10 @@ class Outer:
     for path, fragments in self.slices.trained.items():
       x = flat[OUTER, "momentum", *path].get_value()
       size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-      if fragment in fragments:
-        entries = x.shape[0] if len(fragments) > 1 else 1
-        total += size * len(range(fragment if entries > 1 else 0, entries, len(fragments))) // entries
+      if fragments == (fragment,):
+        total += size
+      elif fragment in fragments:  # some layers of a stack
+        total += size * len(range(fragment, x.shape[0], len(fragments))) // x.shape[0]
     return total
 
   def due(self, done: int) -> list[tuple[str, int]]:
@@ -157,12 +158,13 @@ class Outer:
 
   def _outer(self, kind: str, g, m, pseudo, x_R) -> tuple:
     """(m', g', x_R') of one parameter, as in the module docstring."""
-    parallel = self._parallel
-    beta, alpha = parallel.diloco_outer_momentum, parallel.communication_overlapping_alpha if kind == MERGE else 0.0
+    beta, alpha = self._parallel.diloco_outer_momentum, self._parallel.communication_overlapping_alpha
     after = beta * m + pseudo
-    moved = g - parallel.diloco_outer_lr * (pseudo + beta * after)
-    whole_R = jnp.broadcast_to(moved, x_R.shape)
-    return after, moved, alpha * x_R + (1 - alpha) * whole_R if alpha else whole_R
+    moved = g - self._parallel.diloco_outer_lr * (pseudo + beta * after)
+    x_after = jnp.broadcast_to(moved, x_R.shape)
+    if kind == MERGE and alpha:
+      x_after = alpha * x_R + (1 - alpha) * x_after
+    return after, moved, x_after
 
   def _products(self, gradient_R, m, pseudo, apart_R) -> dict:
     """The account [R] of one parameter and set; apart_R: the pseudo-gradient of each slice, if known."""
@@ -177,7 +179,8 @@ class Outer:
     of a name in `programs`, or of closing. closing: outputs of `step.make_closing`, measured before an outer step
     changes the parameters; None without a change. record: the diloco/* part of the step's record."""
     moves, sets = self.due(step + 1), tuple(self.slices.cfg.val_sets)
-    rows, closing = validation.batches(step) if sets and any(kind != SEND for kind, _ in moves) else (), None
+    changes = any(kind != SEND for kind, _ in moves)
+    rows, closing = validation.batches(step) if sets and changes else (), None
     if rows and validation.closes(step + 1):
       closing = self.slices.to_host(program("closing")(state, rows))
     state, account = self.moved(program, state, moves, rows)

@@ -43,7 +43,8 @@ def step_flops(model: ModelConfig, num_rows: int, row_length: int) -> StepFlops:
   d, heads, kv_heads, h = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads, model.head_dim
   attention_weights = d * (heads + 2 * kv_heads) * h + heads * h * d
   mlp_weights = (len(model.mlp_activations) + 1) * d * model.feed_forward_width * model.num_experts_per_tok
-  mlp_weights += d * model.num_experts if model.num_experts > 1 else 0
+  if model.num_experts > 1:
+    mlp_weights += d * model.num_experts  # the router
   layers = model.base_num_decoder_layers
   further = model.mtp_num_layers  # each a layer, a projection and the output head
   per_token = (layers + further) * (attention_weights + mlp_weights) + (1 + further) * d * model.vocab_size

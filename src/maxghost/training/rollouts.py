@@ -9,7 +9,6 @@ P prompts, G answers to each, B = P G rows, T positions, N tokens of the longest
 
 import base64
 import functools
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -90,13 +89,14 @@ class Rollouts:
 
   def position(self, completed: int) -> dict:
     """State for a checkpoint: the file's length, and the answers if the next step trains on them again."""
-    again = completed % self._keys.num_iterations and self._held
+    again = completed % self._keys.num_iterations != 0 and self._held
     return {"bytes": self._log.position(), "crc": self._log.checksum, "held": _packed(again) if again else None}
 
   def restore(self, position: dict | None) -> None:
     """Truncates the file to a position; None empties it."""
-    self._log.restore(*((position["bytes"], position["crc"]) if position else (0, None)))
-    if position and position["held"]:
+    position = position or {"bytes": 0, "crc": None, "held": None}
+    self._log.restore(position["bytes"], position["crc"])
+    if position["held"]:
       batch = _unpacked(position["held"]["batch"])
       self._held = Fetched(batch, self._layout.put(batch.arrays), position["held"]["position"])
 
@@ -158,10 +158,12 @@ class Rollouts:
 
   def _told(self, drawn: Batch, prompts_P, columns_P, texts, found: Progress, by_name, reward_B, advantage_B):
     """The prompts of a line of rollouts.jsonl."""
-    size, number = self._keys.num_generations, lambda value: None if math.isnan(value) else float(value)
+    size = self._keys.num_generations
+    # As lists with None in place of NaN, for an answer that was not judged.
+    total, *judged = (np.ma.masked_invalid(x).tolist() for x in (reward_B, *by_name.values()))
     answers = [
       {"text": text, "tokens": int(found.counts_B[i]), "ended": bool(found.done_B[i]),
-       "rewards": {name: number(value[i]) for name, value in by_name.items()}, "reward": number(reward_B[i]),
+       "rewards": {name: values[i] for name, values in zip(by_name, judged, strict=True)}, "reward": total[i],
        "advantage": float(advantage_B[i])}
       for i, text in enumerate(texts)
     ]  # fmt: skip
@@ -194,6 +196,7 @@ def _packed(fetched: Fetched) -> dict:
 
 
 def _unpacked(coded: dict) -> Batch:
-  whole = lambda dtype, shape, text: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)  # noqa: E731
-  arrays = {name: whole(*parts) for name, parts in coded.items()}
+  arrays = {}
+  for name, (dtype, shape, text) in coded.items():
+    arrays[name] = np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
   return Batch(arrays, *(arrays.pop(name) for name in _OF_BATCH))

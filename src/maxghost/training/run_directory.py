@@ -143,8 +143,11 @@ def check_saved(path: Path, saved: Mapping[str, Any], cfg: Config) -> None:
 
 
 def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]], cfg: Config) -> None:
-  frozen = {cfg.reference, "start" if cfg.adapter.lora_rank else ""} if has_checkpoint(path) else ()
-  free = (RESUMABLE_KEYS | LOCATION_KEYS).union(*(FROZEN_KEYS.get(what, ()) for what in frozen))
+  free = RESUMABLE_KEYS | LOCATION_KEYS
+  if has_checkpoint(path):
+    free |= FROZEN_KEYS.get(cfg.reference, set())
+    if cfg.adapter.lora_rank:
+      free |= FROZEN_KEYS["start"]
   refused = {name: pair for name, pair in changed.items() if name not in free}
   if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
     del refused["steps"]

@@ -192,9 +192,10 @@ class Session:
         tree = state.merged(tree, kept)
       return state.from_tree(tree, plan.state), position
     train_state = self._begun()
-    given = {"parameters": cfg.checkpoint.load_parameters_path, "adapters": cfg.adapter.lora_restore_path}
-    for what in filter(given.get, given):
-      say(f"Starting from the {what} of {given[what]}")
+    if given := cfg.checkpoint.load_parameters_path:
+      say(f"Starting from the parameters of {given}")
+    if given := cfg.adapter.lora_restore_path:
+      say(f"Starting from the adapters of {given}")
     first = 0
     if path := cfg.checkpoint.load_full_state_path:
       first = int(state.to_tree(train_state)["optimizer"]["step"])
@@ -231,8 +232,10 @@ class Session:
 
   def _announce(self, position: Position) -> None:
     plan, program, say = self._plan, self._program, self._console.line
-    lines = console.start_lines(plan, self._dataset, program.scored, self._path)
-    for line in [*lines, *memory_report.start_lines(plan.memory, self._capacity)]:
+    lines = console.start_lines(plan, self._dataset, program.scored, self._path) + plan.memory.table()
+    if self._capacity is not None:
+      lines += memory_report.verdict(plan.memory, self._capacity)
+    for line in lines:
       say(line)
     if position.completed_steps < self._cfg.run.steps:
       say("Compiling the train step, which takes seconds to minutes; then it runs step by step")

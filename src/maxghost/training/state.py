@@ -178,12 +178,6 @@ def saved_parts(state: nnx.State) -> tuple[dict, dict]:
   return unflatten_dict(saved), unflatten_dict(frozen)
 
 
-def to_save(state: nnx.State, position: Position, cfg: Config) -> tuple[dict, dict, dict]:
-  """(tree, positions, frozen) for `CheckpointManager.save`."""
-  own, frozen = saved_parts(state)
-  return own, dataclasses.asdict(position) | {"config": cfg.flat()}, frozen
-
-
 def merged(tree: Mapping, other: Mapping) -> dict:
   """A tree with all arrays of both; at paths that both have, those of the second."""
   return unflatten_dict(flatten_dict(tree) | flatten_dict(other))

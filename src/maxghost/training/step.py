@@ -3,6 +3,7 @@
 B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -39,8 +40,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
-    read = lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows)  # noqa: E731
-    (batch,) = jax.eval_shape(read, state, batch)
+    (batch,) = jax.eval_shape(lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch)
     scorer = make(cfg, model, batch, num_sets=num_sets, num_segments=num_segments)
 
   def step(state, batch, val_batches):
@@ -100,7 +100,7 @@ def _clipped_update(cfg: Config, grads):
 
   def update(train_state, read) -> None:
     if host_memory.updates(cfg):
-      scale = lambda g: scaled(g, clip_factor, threshold)  # noqa: E731
+      scale = functools.partial(scaled, clip_factor=clip_factor, threshold=threshold)
       host_memory.apply_gradients(train_state.optimizer, train_state.model, grads, scale, segments[0])
       return
     gradient: Any = grads

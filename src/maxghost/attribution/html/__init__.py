@@ -4,6 +4,7 @@ The templates beside this file say what the page shows; this module computes wha
 """
 
 import itertools
+from pathlib import Path
 
 import jinja2
 import numpy as np
@@ -19,7 +20,7 @@ from maxghost.config.values import printable
 
 SHOWN_DOMAINS = 40
 FIRST_CURVE, SECOND_CURVE = 8, 9  # colours of curves that are no domain; no domain has them
-MARK_LEVELS = 4  # shades of a token's value; style.css has one rule for each
+MARK_LEVELS = 4  # shades of a token's value; shared.css has one rule for each
 
 
 def render(summary: Summary, live_version: str = "") -> str:
@@ -104,7 +105,7 @@ def _spans(marked: Marked) -> list[tuple[str, str, str]]:
 
 
 _templates = jinja2.Environment(
-  loader=jinja2.PackageLoader("maxghost.attribution", "html"), autoescape=True,
+  loader=jinja2.FileSystemLoader([Path(__file__).parent, Path(__file__).parents[2] / "serving/page"]), autoescape=True,
   finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
   undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip

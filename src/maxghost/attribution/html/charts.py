@@ -95,9 +95,9 @@ def bars(items: list, values: Any, half_widths: Any = 0.0, starts: Any = 0.0) ->
   ]
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-  """About `count` round values that span [low, high]."""
-  rough = (high - low) / count
+def ticks(low: float, high: float) -> list[float]:
+  """About 5 round values that span [low, high]."""
+  rough = (high - low) / 5
   power = 10 ** math.floor(math.log10(rough))
   step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
   first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

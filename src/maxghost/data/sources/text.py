@@ -51,10 +51,10 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
   used, unpacked = {}, 0  # bytes by domain
   for file, kind in zip(files, kinds, strict=True):
     is_packed = file.path.endswith(_PACKED)
-    opened: Any = tables if kind == PARQUET else packed if is_packed else plain
+    opened: Any = packed if is_packed else plain
     index, read, of = _index_text, _read_text, kind
     if kind == PARQUET:
-      index, read, of = _index_rows, _read_rows, cfg.train_data_columns
+      opened, index, read, of = tables, _index_rows, _read_rows, cfg.train_data_columns
     try:
       offset, size = index(opened, file.path, kind, cfg.train_data_columns)
     except base.CorruptError as error:
