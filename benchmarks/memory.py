@@ -175,7 +175,7 @@ def plain_scan(bench: Bench) -> Case:
   if compiled.error:
     case.notes.append(f"the compiler: {compiled.error.strip()}")
   cfg = _mlp_stack.load(str(_measure.BASE), *SHAPE, *PLAIN, *bench.overrides)
-  case.notes.append(verdict(gradient_only(cfg, _mlp_stack.MlpStack), int(bench.hbm)))
+  case.notes += verdict(gradient_only(cfg, _mlp_stack.MlpStack), int(bench.hbm))
   return case
 
 

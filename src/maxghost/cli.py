@@ -39,10 +39,8 @@ usage: maxghost {verb} [config.yml] [key=value ...]
 
 
 @guarded("maxghost")
-def run_command(
-  work: Callable[..., int | None], argv: Sequence[str] | None = None, verb: str = "train",
-  switches: Mapping[str, str] | None = None,
-) -> int | None:  # fmt: skip
+def run_command(work: Callable[..., int | None], argv: Sequence[str] | None = None, verb: str = "train",
+                switches: Mapping[str, str] | None = None) -> int | None:  # fmt: skip
   """Parses `[config.yml] [key=value ...] [--print_config] [--help [key]]` and runs `work(cfg)`.
 
   Args:

@@ -62,7 +62,10 @@ def _run(cfg: Config) -> int:
 
 def _rows(cfg: Config, dataset, at_once: int) -> Iterator[Mapping[str, np.ndarray]]:
   """The arrays of `at_once` rows at a time: of the validation sets that ask the teacher, then of every step."""
-  asks = lambda name: plugins.OBJECTIVES[name or cfg.optimizer.objective].reference == "teacher"  # noqa: E731
+
+  def asks(objective: str) -> bool:
+    return plugins.OBJECTIVES[objective or cfg.optimizer.objective].reference == "teacher"
+
   sets = zip(cfg.data.validation_sets.values(), cfg.data.validation_objectives, strict=True)
   sets = sets if cfg.ghost.ghost_enabled or cfg.run.eval_interval > 0 else ()
   for domain in dict.fromkeys(domain for domain, objective in sets if asks(objective)):

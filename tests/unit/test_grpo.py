@@ -279,12 +279,8 @@ def test_what_is_left_out_counts_in_the_divisor_as_in_trl(kind, divisor):
   loss = (weights_BT * batch["loss_scales"][:, None]).sum() / weights_BT.sum()
   assert loss == pytest.approx((2 if kind == "grpo" else counts[ended].sum()) / divisor)
   # Where no answer teaches anything, the gradient is 0: Muon enlarges any other.
-  taught = (
-    ((0, 0, 0), (0, 0, 0)),
-    ((0, 1, 0), (0, 1, 0)),
-    ((0, 1, -1), (rewards.UNTAUGHT, 1, -1)),
-  )  # the second is masked
-  for advantages, used in taught:
+  of_masked = ((0, 1, 0), (0, 1, 0))  # the second answer is left out
+  for advantages, used in (((0, 0, 0), (0, 0, 0)), of_masked, ((0, 1, -1), (rewards.UNTAUGHT, 1, -1))):
     batch = rollouts._batch(drawn, [[5, 6]] * 3, found, np.array(advantages), np.zeros(3, int), np.arange(3)).arrays
     np.testing.assert_array_equal(batch["advantages"], np.float32(used))
 

@@ -100,8 +100,9 @@ def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
     if value:
       raise ConfigError(f"--what-if: {key}={value} adds what does not scale with the advantage; train with {key}=0.0")
   scales = config.fields()["scale_rewards"].metadata["choices"]
-  given = {name: value for name, _, value in (part.partition("=") for part in asked.split(","))}
-  if given.keys() - {"reward", "scale_rewards"} or len(given) <= asked.count(","):
+  parts = asked.split(",")
+  given = {name: value for name, _, value in (part.partition("=") for part in parts)}
+  if given.keys() - {"reward", "scale_rewards"} or len(given) < len(parts):
     raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(scales)}, or both, each once")
   scale = given.get("scale_rewards", cfg.rollout.scale_rewards)
   refuse_unknown(f"--what-if scale_rewards={scale}: unknown", scale, scales)

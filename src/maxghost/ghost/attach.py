@@ -66,11 +66,9 @@ def split(model: nnx.Module):
   return nnx.split(model, nnx.Param, ...)[1:]
 
 
-def attach(
-  model: nnx.Module, *, num_examples: int, num_positions: int | None = None, num_sets: int = 1,
-  spec: DirectionSpec | None = None, exclude: tuple[str, ...] = (), num_val: int = 0,
-  linked: dict[str, probed.Use] | None = None, recorder: probed.Recorder | None = None,
-) -> Twin:  # fmt: skip
+def attach(model: nnx.Module, *, num_examples: int, num_positions: int | None = None, num_sets: int = 1,
+           spec: DirectionSpec | None = None, exclude: tuple[str, ...] = (), num_val: int = 0,
+           linked: dict[str, probed.Use] | None = None, recorder: probed.Recorder | None = None) -> Twin:  # fmt: skip
   """Replaces each supported layer by its probed twin, in a copy of the model's graph.
 
   num_positions: T, to score every position of every example [n, T]; None scores whole examples [n]. exclude: fnmatch
@@ -171,10 +169,8 @@ def _twin_class(layer_type: type, found: rules.Rule) -> type:
   return type(f"Probed{layer_type.__name__}", (layer_type,), methods)
 
 
-def prepare_twin(
-  model, batch, loss_fn: Callable, *, num_sets: int, num_positions: int | None, spec: DirectionSpec,
-  exclude: tuple[str, ...] = (), schedule: str = "two_pass", num_val: int = 0,
-) -> Twin:  # fmt: skip
+def prepare_twin(model, batch, loss_fn: Callable, *, num_sets: int, num_positions: int | None, spec: DirectionSpec,
+                 exclude: tuple[str, ...] = (), schedule: str = "two_pass", num_val: int = 0) -> Twin:  # fmt: skip
   """Builds the twin for batches of this shape.
 
   A direction may need the whole gradient of a parameter (AdamW's, or a schedule other than two_pass). Then an abstract

@@ -74,11 +74,9 @@ class GhostEngine:
   """
 
   @_own_names()
-  def __init__(
-    self, cfg: Config | None = None, *, schedule: str | None = None, direction: str | None = None,
-    rank: int | None = None, engine: str | None = None, exclude: tuple[str, ...] | None = None,
-    per_position: bool = False,
-  ):  # fmt: skip
+  def __init__(self, cfg: Config | None = None, *, schedule: str | None = None, direction: str | None = None,
+               rank: int | None = None, engine: str | None = None, exclude: tuple[str, ...] | None = None,
+               per_position: bool = False):  # fmt: skip
     cfg = cfg or Config()
     self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
     self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
@@ -104,10 +102,8 @@ class GhostEngine:
     self._compiled: collections.OrderedDict = collections.OrderedDict()
 
   @_own_names()
-  def score(
-    self, model, train_batch, val_batch, *, loss_fn: Callable | None = None, state: RuleState | AdamState | None = None,
-    delta: nnx.State | None = None,
-  ) -> GhostResult:  # fmt: skip
+  def score(self, model, train_batch, val_batch, *, loss_fn: Callable | None = None,
+            state: RuleState | AdamState | None = None, delta: nnx.State | None = None) -> GhostResult:  # fmt: skip
     """Scores every example of `train_batch` against the gradient of the mean loss over `val_batch`.
 
     model: is not changed. train_batch, val_batch: pytrees of arrays with the example axis first; a list of val batches:

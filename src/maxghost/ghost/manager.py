@@ -27,10 +27,8 @@ class GhostEngineManager:
   save_every: steps per file. val_sets: names of the validation sets.
   """
 
-  def __init__(
-    self, engine: GhostEngine, model: nnx.Module, val_batch, *, output_dir: str | os.PathLike,
-    loss_fn: Callable | None = None, save_every: int = 100, val_sets: Sequence[str] = (),
-  ):  # fmt: skip
+  def __init__(self, engine: GhostEngine, model: nnx.Module, val_batch, *, output_dir: str | os.PathLike,
+               loss_fn: Callable | None = None, save_every: int = 100, val_sets: Sequence[str] = ()):  # fmt: skip
     if save_every < 1:
       raise ValueError(f"save_every={save_every}: use 1 or more")
     self.engine, self.model, self.val_batch, self.loss_fn = engine, model, val_batch, loss_fn

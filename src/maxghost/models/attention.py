@@ -51,21 +51,22 @@ class Shape:
     return mask & (segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :])
 
 
-def attend(
-  q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str, window: int | None = None, sinks_H=None,
-  soft_cap: float | None = None, scale: float | None = None, precision: str | None = None,
-):  # fmt: skip
+def attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str, window: int | None = None, sinks_H=None,
+           soft_cap: float | None = None, scale: float | None = None, precision: str | None = None):  # fmt: skip
   """Softmax attention of each position over itself and the earlier positions of its own document; S = T.
 
-  segment_ids_BT: int32; positions with equal ids may attend to each other. None: one document per row. kernel:
-  'dot_product' (all scores at once); 'blockwise' (memory linear in T, on every backend; up to 1,024 positions run as
-  four blocks that see only the keys up to their end; a ring of devices if a mesh splits the positions); 'flash' (TPU:
-  JAX's splash kernel; GPU: cuDNN; blockwise under `autodiff.forward_mode`); or 'autoselected', see `resolve_kernel`.
-  window: a position sees itself and the window - 1 positions before it. sinks_H: a logit per head that enters the
-  softmax without a value: [H], or [B, T, H] for a gradient per position. soft_cap: a score s becomes
-  soft_cap * tanh(s / soft_cap). scale: of the scores, by default (width of q) ** -0.5. precision: of the products,
-  except in kernel flash. Returns [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider. Raises
-  ConfigError for an unknown kernel, or for what the kernel does not support.
+  Args:
+    segment_ids_BT: int32; positions with equal ids may attend to each other. None: one document per row.
+    kernel: 'dot_product' (all scores at once); 'blockwise' (memory linear in T, on every backend; up to 1,024 positions
+      run as four blocks that see only the keys up to their end; a ring of devices if a mesh splits the positions);
+      'flash' (TPU: JAX's splash kernel; GPU: cuDNN; blockwise in forward mode); or 'autoselected' (`resolve_kernel`).
+    window: a position sees itself and the window - 1 positions before it.
+    sinks_H: a logit per head that enters the softmax without a value: [H], or [B, T, H] for a gradient per position.
+    soft_cap: a score s becomes soft_cap * tanh(s / soft_cap). scale: of the scores, by default (width of q) ** -0.5.
+    precision: of the products, except in kernel flash.
+
+  Returns [B, T, H, width of v] in q's dtype; the softmax runs in float32 or wider. Raises ConfigError for an unknown
+  kernel, or for what the kernel does not support.
   """
   _check(q_BTHh, k_BSKh, v_BSKh, window, soft_cap)
   num_positions = q_BTHh.shape[1]

@@ -51,10 +51,13 @@ def _mask(shape, block: int, segments, at, i, j):
 def over_keys(shape, block: int, q, k, v, segments: tuple, at: tuple, start: Callable, finish: Callable):
   """An online softmax of queries [B, K, G, T, h] over keys [B, K, S, h], of which only visible blocks are read.
 
-  segments: ids [B, T] of the queries, and [B, S] of the keys. at: the positions of the first query and of the first key
-  in their row. T and S are multiples of `block`. start: number of a block of queries -> (largest score, sum of weights
-  [B, K, G, c], sum of weighted values) so far. finish: the same three with these keys -> a pytree of results. Returns
-  the results of each block, with a leading axis for the blocks.
+  Args:
+    block: c, which divides T and S. segments: ids [B, T] of the queries, and [B, S] of the keys.
+    at: the positions of the first query and of the first key in their row.
+    start: number of a block of queries -> (largest score, sum of weights [B, K, G, c], sum of weighted values) so far.
+    finish: the same three with these keys -> a pytree of results.
+
+  Returns the results of each block, with a leading axis for the blocks.
   """
   wide, offset, num_keys = jnp.promote_types(q.dtype, jnp.float32), at[0] - at[1], k.shape[2] // block
 

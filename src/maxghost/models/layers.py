@@ -52,10 +52,9 @@ class Hidden:
   embedded_BTD: Any = None
 
 
-def linear(
-  cfg: ModelConfig, in_features, out_features, axes, *, rngs: nnx.Rngs, std: float, in_axes=1, use_bias=False,
-  layer_type: type[nnx.LinearGeneral] = nnx.LinearGeneral, matrix: tuple[int, ...] | None = None,
-) -> nnx.Module:  # fmt: skip
+def linear(cfg: ModelConfig, in_features, out_features, axes, *, rngs: nnx.Rngs, std: float, in_axes=1, use_bias=False,
+           layer_type: type[nnx.LinearGeneral] = nnx.LinearGeneral,
+           matrix: tuple[int, ...] | None = None) -> nnx.Module:  # fmt: skip
   """A dense layer over the trailing `in_axes` axes, of normal weights with this `std`.
 
   axes: logical axes of its kernel. matrix: (axes of rows, axes of columns) of its kernel, or () for none.

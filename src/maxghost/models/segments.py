@@ -52,20 +52,21 @@ def join(ys):
   return jax.tree.map(lambda y: y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]), ys)
 
 
-def remat_scan(
-  f: Callable | None = None, *, segment_lengths: tuple[int, ...] = (), length: int | None = None,
-  in_axes: tuple = (nnx.Carry, 0), out_axes: Any = nnx.Carry, policy: Callable | None = None,
-) -> Callable:  # fmt: skip
+def remat_scan(f: Callable | None = None, *, segment_lengths: tuple[int, ...] = (), length: int | None = None,
+               in_axes: tuple = (nnx.Carry, 0), out_axes: Any = nnx.Carry,
+               policy: Callable | None = None) -> Callable:  # fmt: skip
   """`nnx.scan` whose backward pass keeps only the carries at segment boundaries; also a decorator (docs/memory.md).
 
   Variables that f changes in an object with a layer axis (RNG counts, batch statistics, new ones) are stacked back into
   it; those with axis nnx.Carry pass from layer to layer. An Rngs inside stacked layers has one stream per layer; split
   another with `nnx.split_rngs(splits=L)`, or carry its counts. The recomputed forward pass draws the same numbers.
 
-  in_axes, out_axes: as of `nnx.scan`; at most one nnx.Carry, a pytree of floats. segment_lengths: as in `scan`. length:
-  L, where no argument has a layer axis. policy: a `jax.checkpoint` policy for the inside of each layer; None saves
-  everything of the current segment. Raises ValueError for lengths that do not divide, arguments that disagree in L, or
-  a changed Variable of axis None.
+  Args:
+    in_axes, out_axes: as of `nnx.scan`; at most one nnx.Carry, a pytree of floats.
+    segment_lengths: as in `scan`. length: L, where no argument has a layer axis.
+    policy: a `jax.checkpoint` policy for the inside of each layer; None saves everything of the current segment.
+
+  Raises ValueError for lengths that do not divide, arguments that disagree in L, or a changed Variable of axis None.
   """
   if f is None:
     axes = {"in_axes": in_axes, "out_axes": out_axes}

@@ -212,10 +212,8 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   return layout.constrain(x, axes, layout.spec(axes, x.shape, label), label)
 
 
-def constrain_factor(
-  x, dim: int, axes: Sequence[str | None], shape: Sequence[int], place: int, label: str,
-  others: Mapping[int, int] | None = None,
-):  # fmt: skip
+def constrain_factor(x, dim: int, axes: Sequence[str | None], shape: Sequence[int], place: int, label: str,
+                     others: Mapping[int, int] | None = None):  # fmt: skip
   """x, a factor of a tensor's matrix view, split like that tensor.
 
   Dimension `dim` of x is split like dimension `place` of the tensor, and further over the mesh axes of FACTOR's rule as

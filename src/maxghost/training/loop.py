@@ -238,10 +238,8 @@ class TrainingLoop:
     metrics.check_finite(step, outputs)
     closing = None
     if self._validation.closes(step):
-      if replaced is None:  # this step measured on the same rows
-        names = {"prev_val_loss": "val_loss", "prev_predicted": "prev_predicted"}
-        replaced = {name: outputs[own] for name, own in names.items() if own in outputs}
-      closing = self._close_step(step, replaced)
+      here = {"prev_val_loss": outputs.get("val_loss")} | {k: v for k, v in outputs.items() if k == "prev_predicted"}
+      closing = self._close_step(step, here if replaced is None else replaced)
     open_loss = self._position.open_loss
     if self._validation.is_fresh(step):
       open_loss = [float(loss) for loss in outputs["val_loss"]]

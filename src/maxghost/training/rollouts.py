@@ -40,7 +40,7 @@ class Rollouts:
   def __init__(self, cfg: Config, dataset, layout: Layout, path: Path):
     self._cfg, self._keys, self._dataset, self._layout = cfg, cfg.rollout, dataset, layout
     self._functions = {name: rewards.load(name) for name in self._keys.reward_functions}
-    rendering = dataset.parts[0].rendering
+    self._rendering = rendering = dataset.parts[0].rendering
     self._stop_ids = dataset.tokenizer.stop_ids | (rendering.end_ids() if rendering.template else set())
     rows = rows_per_step(cfg, layout.num_devices)
     self._generator = Generator(nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1,
@@ -108,13 +108,13 @@ class Rollouts:
     ends_P = (batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1) > 0).argmax(1) + 1
     ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
     length, new = self._cfg.data.max_target_length, self._keys.max_completion_length
-    records, rendering = [], self._dataset.parts[0].rendering
+    records = []
     for prompt, index in zip(ids, batch.document_BS[:, 0].tolist(), strict=True):
       name, text = self._dataset.document_id(index).shown, self._dataset.document(index).text
       if len(prompt) > (most := length + 1 - new):
         said = f"max_target_length={length} leaves {most} beside max_completion_length={new}; change one of them"
         raise RolloutError(f"{name}: a prompt of {len(prompt)} tokens, but {said}")
-      if len(prompt) == 1 and rendering.encode(text)[1][0]:  # this one token is the first of the gold answer
+      if len(prompt) == 1 and self._rendering.encode(text)[1][0]:  # this one token is the first of the gold answer
         raise RolloutError(f"{name}: its prompt has no token to continue; write something, or use add_bos=true")
       found = read(text)
       said = (m.get("content") for m in found.messages[found.first :] if m["role"] == "assistant")

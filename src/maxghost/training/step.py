@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import optimizers
-from maxghost.config.schema import Config
+from maxghost.config import Config, ConfigError
 from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff, qk_clip
@@ -65,7 +65,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
            "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor}  # fmt: skip
     reported, columns = step_loss.reported(passed.loss, passed.metrics), {}
     if taken := out.keys() & reported.keys():
-      raise ValueError(f"the objective's metric {min(taken)} has the name of a step's own; call it own/{min(taken)}")
+      raise ConfigError(f"the objective's metric {min(taken)} has the name of a step's own; call it own/{min(taken)}")
     out |= reported
     if scorer is not None:
       columns = scorer.columns(train_state, split.params, scored, learning_rate, norm, clip_factor)

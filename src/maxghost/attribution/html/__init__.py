@@ -96,7 +96,8 @@ def _spans(marked: Marked) -> list[tuple[str, str, str]]:
   """(text, class, worth) of stretches of one colour; pieces worth little have no class."""
   largest = float(np.abs(marked.values).max()) or 1.0
   levels = (np.sign(marked.values) * np.ceil(np.abs(marked.values) / largest * MARK_LEVELS - 0.5)).astype(int)
-  spans, pieces = [], zip(levels.tolist(), marked.pieces, marked.values.tolist(), strict=True)
+  spans = []
+  pieces = zip(levels.tolist(), marked.pieces, marked.values.tolist(), strict=True)
   for level, stretch in itertools.groupby(pieces, key=lambda piece: piece[0]):
     _, texts, values = zip(*stretch, strict=True)
     kind = f"{'up' if level > 0 else 'down'}{abs(level)}" if level else ""

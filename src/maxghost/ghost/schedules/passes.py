@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config import ConfigError
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.schedules.base import Losses, Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
 from maxghost.models import pipeline
@@ -22,9 +23,9 @@ from maxghost.parallel.shardings import constrain_state, map_state, slash_path
 
 
 def wide_weights(losses, weights):
-  """The weights, flags or numbers of any kind, in float32 or the wider type of the losses. Raises ValueError."""
+  """The weights, flags or numbers of any kind, in float32 or the wider type of the losses. Raises ConfigError."""
   if losses.shape != weights.shape:
-    raise ValueError(f"losses of shape {losses.shape} and weights of shape {weights.shape}: return a weight for each")
+    raise ConfigError(f"losses of shape {losses.shape} and weights of shape {weights.shape}: return a weight for each")
   return weights.astype(jnp.promote_types(losses.dtype, jnp.float32))
 
 
