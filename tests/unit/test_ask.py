@@ -216,7 +216,7 @@ def test_each_of_several_queries_has_the_chunks_and_ranks_of_its_own(tmp_path, m
   opened = made_by_hand(tmp_path, rng.normal(size=(9, 5, 16)).astype(np.float32))
   np.savez(tmp_path / "step.npz", x=np.zeros(1))
   sketcher = SimpleNamespace(prepare=lambda batch: batch, respond=lambda *_: (None, 0.5, asked))
-  monkeypatch.setattr(offline, "Sketcher", lambda *_: sketcher)
+  monkeypatch.setitem(offline.METHODS, index.CONTRIBUTION, lambda *_: sketcher)
   about = {"method": "contribution", "directions": 16, "chunks": 9, "checkpoints": [[7, "x"]]}
   queries = {name: SimpleNamespace(epoch_B=[0], arrays={}) for name in "abc"}
   rest = (tmp_path, about, queries, SimpleNamespace(layout=None), 4)

@@ -267,7 +267,7 @@ def test_the_index_is_unbiased_and_knows_its_error(cfg, corpora, queries, tmp_pa
   estimate_NKG = product_NKg.reshape(count, 2, groups, -1)
   off = np.abs(estimate_NKG.mean(-1) - exact[..., None]) / index.standard_error(estimate_NKG)
   assert 0.9 < (off < 2).mean() < 0.98, (off < 2).mean()
-  monkeypatch.setattr(offline, "Sketcher", lambda *_: sketcher)  # the one that has been compiled
+  monkeypatch.setitem(offline.METHODS, index.CONTRIBUTION, lambda *_: sketcher)  # the one that has been compiled
   found = offline.nearest(cfg, iter(points(cfg)), tmp_path, about, queries, corpora[1], count, "nats")
   for k, name in enumerate(queries):
     values = {tuple(c[n] for n in ("domain", "path", "offset", "chunk")): c for c in found[name]}
@@ -366,7 +366,7 @@ def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
     prepare=lambda batch: batch,
     respond=lambda *_: (None, 1.0, np.ones((1, 1, 50), np.float32)),
   )
-  monkeypatch.setattr(offline, "Sketcher", lambda *_: ones)
+  monkeypatch.setitem(offline.METHODS, index.CONTRIBUTION, lambda *_: ones)
   about = {"method": "contribution", "directions": 50, "chunks": 4, "checkpoints": [[3, "x"]]}
   corpus = SimpleNamespace(layout=None)
   queries = {"q": SimpleNamespace(epoch_B=[0], arrays={})}
