@@ -31,7 +31,6 @@ from maxghost.training.score_recorder import (
   ScoreRecorder,
   module_contributions,
   scored_rows,
-  stack_layers,
 )
 from maxghost.training.trackers import TensorBoard
 
@@ -389,15 +388,13 @@ def test_rows_are_the_segments_with_a_document_and_tokens():
 def test_contributions_by_module_add_up_over_the_documents_of_a_domain():
   rng = np.random.default_rng(1)
   scored_BS = np.array([[True, True, False], [False, True, True]])
-  by_document = {"w": rng.normal(size=(4, 2, 3, 2)), "b": rng.normal(size=(1, 2, 3, 2))}
-  domain_N = np.array([2, 0, 2, 1])
-  sums = module_contributions(by_document, scored_BS, domain_N, 3)
-  np.testing.assert_allclose(sums["w"][:, 2], by_document["w"][:, 0, 0] + by_document["w"][:, 1, 1])
-  np.testing.assert_allclose(sums["w"][:, 1], by_document["w"][:, 1, 2])
-  np.testing.assert_allclose(sums["b"][:, 0], by_document["b"][:, 0, 1])
-  stacked = stack_layers(sums)
-  assert stacked.shape == (2, 4, 3, 2)
-  assert np.isnan(stacked[1, 1:]).all() and not np.isnan(stacked[1, :1]).any() and not np.isnan(stacked[0]).any()
+  w, b = (rng.normal(size=(layers, 2, 3, 2)).astype(np.float32) for layers in (4, 1))
+  sums = module_contributions({"w": w, "b": b}, scored_BS, np.array([2, 0, 2, 1]), 3)
+  assert sums.shape == (2, 4, 3, 2)
+  np.testing.assert_allclose(sums[0, :, 2], w[:, 0, 0] + w[:, 1, 1])
+  np.testing.assert_allclose(sums[0, :, 1], w[:, 1, 2])
+  np.testing.assert_allclose(sums[1, :1, 0], b[:, 0, 1])
+  assert np.isnan(sums[1, 1:]).all() and not np.isnan(sums[1, :1]).any() and not np.isnan(sums[0]).any()
 
 
 def test_an_error_of_the_score_writer_reaches_the_loop(tmp_path):

@@ -78,20 +78,16 @@ def _by_unit(columns: Mapping[str, np.ndarray], first_U: np.ndarray, unit_N: np.
   return out
 
 
-def module_contributions(by_document: Mapping, scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int) -> dict:
-  """Sums [L, B, S, K] over the scored documents of each domain: {label: f32[L, D, K]}, nats."""
-  parts = [domain_N == d for d in range(num_domains)]
-  scored = {label: value_LBSK[:, scored_BS] for label, value_LBSK in by_document.items()}
-  return {label: np.stack([value_LNK[:, part].sum(1) for part in parts], axis=1) for label, value_LNK in scored.items()}
-
-
-def stack_layers(by_module: Mapping[str, np.ndarray]) -> np.ndarray:
-  """f32[M, L, D, K] with L the largest number of layers; missing layers are NaN."""
-  num_layers = max(len(value) for value in by_module.values())
-  stacked = np.full((len(by_module), num_layers, *next(iter(by_module.values())).shape[1:]), np.nan, np.float32)
-  for m, value_LDK in enumerate(by_module.values()):
-    stacked[m, : len(value_LDK)] = value_LDK
-  return stacked
+def module_contributions(by_module: Mapping, scored_BS: np.ndarray, domain_N: np.ndarray, num_domains: int):
+  """f32[M, L, D, K], nats: sums of {label: [L, B, S, K]} over the scored documents of each domain. L: the largest
+  number of layers; missing layers are NaN."""
+  num_layers, num_sets = max(map(len, by_module.values())), next(iter(by_module.values())).shape[-1]
+  sums_MLDK = np.full((len(by_module), num_layers, num_domains, num_sets), np.nan, np.float32)
+  for sums_LDK, value_LBSK in zip(sums_MLDK, by_module.values(), strict=True):
+    value_LNK = value_LBSK[:, scored_BS]
+    for d in range(num_domains):
+      sums_LDK[: len(value_LNK), d] = value_LNK[:, domain_N == d].sum(1)
+  return sums_MLDK
 
 
 def domain_numbers(batch, scored_BS: np.ndarray, name: Callable[[int], Sequence], domains: Sequence[str]) -> np.ndarray:
@@ -188,8 +184,9 @@ class ScoreRecorder:
     modules = None
     if "param_contribution" in outputs:
       domain_N = domain_numbers(batch, scored_BS, self._name, self._domains)
-      by_module = module_contributions(outputs["param_contribution"], scored_BS, domain_N, len(self._domains))
-      modules = {"names": tuple(by_module), "domains": self._domains, "contribution": stack_layers(by_module)}
+      by_module = outputs["param_contribution"]
+      sums_MLDK = module_contributions(by_module, scored_BS, domain_N, len(self._domains))
+      modules = {"names": tuple(by_module), "domains": self._domains, "contribution": sums_MLDK}
     if "token_contribution_KBT" in outputs:
       folder, token_KBT = self._writer.folder / tokens.FOLDER, outputs["token_contribution_KBT"]
       record["tokens_crc"] = tokens.write(folder, step, token_KBT, batch, self._name)
