@@ -1,6 +1,7 @@
 """Online selection: which rows are chosen, and that the step taken is the step of exactly those rows."""
 
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,8 @@ def test_the_step_is_that_of_the_chosen_rows_alone(plain, method, settings):
   expected = jax.device_get(plain.step(rows_with_tokens(batch, where)))
   after, plain.state = jax.device_get(plain.state), start
   assert np.all(out["contribution_BSK"][~where] == 0)
+  scored_BS = out["tokens_BS"] > 0
+  assert np.array_equal(out["share_BS"] > 0, scored_BS & where[:, None])  # what `ScoreLog.chosen` reads
   np.testing.assert_allclose(out["contribution_BSK"], expected["contribution_BSK"], rtol=1e-4, atol=1e-8)
   np.testing.assert_allclose(out["score_dot_BSK"][where], expected["score_dot_BSK"][where], rtol=1e-4, atol=1e-6)
   np.testing.assert_allclose(out["score_dot_BSK"][~where], whole["score_dot_BSK"][~where], rtol=1e-4, atol=1e-6)
@@ -157,14 +160,17 @@ def test_the_log_tells_which_rows_were_trained_on_and_is_cut_on_restart(tmp_path
   writer.restore(None)
   for step, (seen, where) in enumerate(((3, [0, 2]), (4, [1]), (2, [0, 1]), (2, [1]))):
     ones = np.ones(seen)
-    rows = {"tokens": ones, "loss": ones, "dot": ones[:, None], "contribution": ones[:, None]}
+    share = np.isin(np.arange(seen), where) / len(where)
+    rows = {"tokens": ones, "loss": ones, "share": share, "dot": ones[:, None], "contribution": ones[:, None]}
     writer.append({"step": step}, rows, [("code", f"{step}.py", i) for i in range(seen)])
     selection_log.append(tmp_path / "ghost", step, seen, where)
   writer.close()
   with open(tmp_path / "ghost" / selection_log.FILE, "a") as file:
     file.write('{"step": 4, "see')  # cut short by a crash
   selection_log.restore(tmp_path / "ghost", 3)
-  np.testing.assert_array_equal(attribution.load(tmp_path).chosen(), np.array([1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], bool))
+  lines = (tmp_path / "ghost" / selection_log.FILE).read_text().splitlines()
+  assert [json.loads(line)["chosen"] for line in lines] == [[0, 2], [1], [0, 1]]
+  assert attribution.load(tmp_path).chosen().tolist() == [i in (0, 2, 4, 7, 8, 10) for i in range(11)]
 
 
 def test_a_run_without_selection_says_so(tmp_path):
@@ -173,16 +179,3 @@ def test_a_run_without_selection_says_so(tmp_path):
   writer.close()
   with pytest.raises(ConfigError, match="ghost_select"):
     attribution.load(tmp_path).chosen()
-
-
-def test_the_lines_of_a_long_run_are_compared_once(tmp_path):
-  class Wanted(dict):
-    calls = 0
-
-    def values(self):
-      Wanted.calls += 1
-      return super().values()
-
-  wanted = Wanted({step: selection_log.append(tmp_path, step, 2, [step % 2]) for step in range(50)})
-  found = selection_log.chosen(tmp_path, np.repeat(np.arange(50), 2), wanted)
-  assert found.reshape(50, 2).sum(1).tolist() == [1] * 50 and Wanted.calls == 1

@@ -223,4 +223,7 @@ class ScoreLog(fmt.Frame):
 
   def chosen(self) -> np.ndarray:
     """bool[N]: whether the row was trained on, in a run with ghost_select. Raises ConfigError for one without."""
-    return selection.chosen(self.shards[0].path.parent, self["step"], self.checksums("selection_crc"))
+    folder = self.shards[0].path.parent
+    if not (folder / selection.FILE).is_file():
+      raise ConfigError(f"{folder}: no {selection.FILE}; the run was not trained with ghost_select")
+    return self["share"] > 0

@@ -1,7 +1,8 @@
 """Which of the seen documents were trained on (ghost_select): `<run>/ghost/selection.jsonl`, one line per step.
 
 {"step": 7, "seen": 31, "chosen": [0, 1, 4]} names three of the step's 31 rows in the score log, by their position. The
-score log holds the ids, scores and losses of all seen documents, and each line's CRC-32; `ScoreLog.chosen` joins both.
+score log holds the ids, scores and losses of all seen documents, and each line's CRC-32. Nothing here reads the lines:
+a row that was not trained on has share 0 in the score log (`ScoreLog.chosen`).
 """
 
 import contextlib
@@ -10,10 +11,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from maxghost.config.files import write_whole
-from maxghost.config.values import ConfigError, naming
+from maxghost.config.values import naming
 
 FILE = "selection.jsonl"
 
@@ -50,33 +49,3 @@ def restore(folder: Path, completed_steps: int) -> None:
       kept.append(line)
   with write_whole(path) as file:
     file.write(b"".join(kept))
-
-
-def chosen(folder: Path, steps: np.ndarray, wanted: Mapping[int, int]) -> np.ndarray:
-  """bool[rows of the score log]: whether the row's document was trained on in that step.
-
-  steps: i8[rows], the step of each row of the log. wanted: {step: CRC-32 of its line}; lines with another checksum are
-  ignored; if it is empty, all lines count. Raises ConfigError for a run without selection, and where the score log
-  holds other rows than were selected from.
-  """
-  path = folder / FILE
-  if not path.is_file():
-    raise ConfigError(f"{folder}: no {FILE}; the run was not trained with ghost_select")
-  starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))  # of the runs of equal steps
-  counts, out = np.diff(starts, append=len(steps)), np.zeros(len(steps), bool)
-  known = frozenset(wanted.values())
-  runs = {step: (first, count) for step, first, count in zip(steps[starts], starts, counts, strict=True)}
-  for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-    if known and zlib.crc32(line) not in known:
-      continue
-    try:
-      entry = json.loads(line)
-      step, seen, taken = int(entry["step"]), int(entry["seen"]), np.array(entry["chosen"], int)
-    except (ValueError, KeyError, TypeError) as error:
-      raise ConfigError(f"{path}:{number}: not a line of selected rows ({error})") from error
-    first, count = runs.get(step, (0, 0))
-    if count not in (0, seen):
-      raise ConfigError(f"{path}:{number}: step {step} selected from {seen} documents, the score log holds {count}")
-    if count:
-      out[first + taken] = True
-  return out
