@@ -45,13 +45,9 @@ class Parser(argparse.ArgumentParser):
         said = f"at least {bound}" if not value > most else f"at most {most}"
         raise ConfigError(f"{self.flag(name)} {value}: {said}")
 
-  def given(self, args: argparse.Namespace) -> list[str]:
-    """Names of the arguments with another value than their default."""
-    return [name for name, value in vars(args).items() if value != self.get_default(name)]
-
   def read_together(self, args: argparse.Namespace, beside: Mapping[str, Iterable[str]], **without: Iterable[str]):
     """Raises ConfigError for a given argument without effect: {another: those that have none beside, without it}."""
-    given = self.given(args)
+    given = [name for name, value in vars(args).items() if value != self.get_default(name)]
     for word, table, end in (("with", beside, "one of them"), ("without", without, "it")):
       for other, names in table.items():
         if (other in given) == (word == "with") and (idle := [name for name in given if name in names]):
