@@ -39,7 +39,10 @@ def files_of(step: int) -> tuple[str, str]:
 def save(path: Path, arrays: Any) -> str:
   """Writes an `.npy` or `.npz` file whole and returns its name. A reader that has mapped an earlier one keeps it."""
   with write_whole(path) as file:
-    np.savez(file, **arrays) if isinstance(arrays, dict) else np.save(file, arrays)
+    if isinstance(arrays, dict):
+      np.savez(file, **arrays)
+    else:
+      np.save(file, arrays)
   return path.name
 
 

@@ -71,7 +71,9 @@ class Answer(Frame):
 
 
 def _cell(value) -> str:
-  return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
+  if isinstance(value, str):
+    return value
+  return f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
 
 
 def _check(query: Query, fields: tuple[str, ...]):
@@ -102,7 +104,8 @@ def ask(log: ScoreLog, query: Query) -> Answer:
     none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
     notes.append(none if query.where else "no document was scored yet")
   order, num_top = _order(columns, query)
-  columns = {name: v.tolist() if (v := values[order]).dtype == object else v for name, values in columns.items()}
+  columns = {name: values[order] for name, values in columns.items()}
+  columns = {name: values.tolist() if values.dtype == object else values for name, values in columns.items()}
   if query.text:
     source = Source(log.run_dir)
     notes += source.open(log.said_of("fingerprint"))

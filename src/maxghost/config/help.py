@@ -19,7 +19,9 @@ def limits(field: dataclasses.Field) -> str:
   low, high = (None if bound is None else str(bound).removesuffix(".0") for bound in (minimum, maximum))
   if low and high:
     return f"from {low} to {high}"
-  return f"{low} or more" if low else f"{high} or less" if high else ""
+  if low:
+    return f"{low} or more"
+  return f"{high} or less" if high else ""
 
 
 @functools.cache

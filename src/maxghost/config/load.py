@@ -143,7 +143,8 @@ def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str
   kinds = {name: other.kind for name, other in renamed.OTHER.items()} | {n: f.type for n, f in fields().items()}
   for text in texts:
     key, equals, value = text.partition("=")
-    group, dot, inner = (key := key.strip()).partition(".")
+    key = key.strip()
+    group, dot, inner = key.partition(".")
     key = inner if dot and group in renamed.GROUPS else key
     if not equals or not key:
       problems.append(f"'{text}' ({COMMAND_LINE}) is not of the form key=value")

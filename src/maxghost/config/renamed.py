@@ -26,15 +26,15 @@ def named(value: Any, values: Values, key: str, other: str = "", among: Sequence
   return {key: SYNONYMS.get(key, {}).get(value, value)} if not other or (value != () and values[other] in among) else {}
 
 
-def offload(value: Any, values: Values, what: str, asked: Any) -> dict[str, Any]:
-  held = (*values["offload_to_host"], *((what,) if value == asked else ()))
+def offload(value: Any, values: Values, what: str) -> dict[str, Any]:
+  held = (*values["offload_to_host"], what) if value else values["offload_to_host"]
   return {"offload_to_host": tuple(name for name in HOST_MEMORY if name in held)}
 
 
-def item(value: Any, values: Values, key: str, place: int, unset: Any = None) -> dict[str, Any]:
-  """One item of a list that is set."""
+def item(value: Any, values: Values, key: str, place: int) -> dict[str, Any]:
+  """One number of a list; 0 leaves the list as it is."""
   held = values[key]
-  return {key: (*held[:place], type(held[0])(value), *held[place + 1 :])} if held and value != unset else {}
+  return {key: (*held[:place], value, *held[place + 1 :])} if value else {}
 
 
 _FOLDS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -103,7 +103,7 @@ def sizes(v: Values) -> Iterator[str]:
   if v.tokenizer_type == "byte" and v.vocab_size < BYTE_IDS:
     yield f"{v['vocab_size']} is too small for tokenizer_type=byte, which has {BYTE_IDS} ids; use {BYTE_IDS} or more"
   if 0 <= v.trainable_position_size < v.max_target_length:
-    shorter = f"max_target_length={v.trainable_position_size} or less, " * (v.trainable_position_size > 1)
+    shorter = f"max_target_length={v.trainable_position_size} or less, " if v.trainable_position_size > 1 else ""
     use = f"{v.max_target_length} or more, {shorter}or -1 for no table"
     yield f"{v['trainable_position_size']} is less than {v['max_target_length']}; use {use}"
   tiled = "max_target_length" if v.vocab_tiling_axis == "tokens" else "vocab_size"
@@ -151,9 +151,10 @@ def quantization(v: Values) -> Iterator[str]:
 
 
 def multi_token(v: Values) -> Iterator[str]:
-  if not (given := v.mtp_num_layers and v["mtp_num_layers"]):
+  if not v.mtp_num_layers:
     return
-  if v.objective not in (able := ("next_token", "sft")):
+  given, able = v["mtp_num_layers"], ("next_token", "sft")
+  if v.objective not in able:
     instead = f"mtp_num_layers=0, or objective={' or '.join(able)}"
     yield f"{given} predicts text, which {v['objective']} does not; use {instead}"
   if v.use_qk_clip:

@@ -121,7 +121,8 @@ def guard(work: Callable[[], int | None], name: str = "maxghost", stopped: str =
     return 130
   except OSError as error:
     print_problem(error, name)
-    code = code if isinstance(error, BrokenPipeError) else 2 if error.errno == errno.ENAMETOOLONG else 1
+    if not isinstance(error, BrokenPipeError):
+      code = ConfigError.exit_code if error.errno == errno.ENAMETOOLONG else 1
   except Exception as error:
     if (found := _no_defect(error)) is None:
       raise

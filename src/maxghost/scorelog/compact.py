@@ -48,7 +48,8 @@ def _left_behind(shards: list[Shard]) -> list[Path]:
   for path in folder.glob("*.npz"):
     if path not in kept and fmt.parse_shard_name(path.name):
       with contextlib.suppress(DamagedShard):  # it stays, named by every reader
-        found += [path] * all(shard.path != path for shard in drop_covered([*shards, Shard(path)]))
+        if all(shard.path != path for shard in drop_covered([*shards, Shard(path)])):
+          found.append(path)
   return found
 
 

@@ -209,7 +209,8 @@ class Writer:
         shard = Shard(path)
       except DamagedShard as error:
         print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
-        dropped += [path] * (step > last_step)
+        if step > last_step:
+          dropped.append(path)
         continue
       if shard.first_step > last_step:
         dropped.append(path)
