@@ -14,7 +14,7 @@ from maxghost.config.values import naming, shown, slash_path
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
-from maxghost.interop.linen_scaling import head_changes
+from maxghost.interop.linen_scaling import head_changes, read_unscaled
 from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace, plain
 
@@ -121,14 +121,16 @@ def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callab
   narrows = here in WEIGHTS_ONLY and there != here
   if adapter or narrows:
     model_path.check_whole(place, f"adapter={adapter}" if adapter else f"quantization={here}")
-  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
-  raw = quantize.quantized(raw, cfg.model, here) if narrows else raw
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+    checkpoint = read_unscaled(raw, cfg.model)
+    checkpoint = merge.open_merged(checkpoint, cfg.model, adapter, say) if adapter else checkpoint
+    checkpoint = quantize.quantized(checkpoint, cfg.model, here) if narrows else checkpoint
+  else:
+    checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
   if not checkpoint.values_from:
     what = "nothing tells whether MaxText or maxghost scaled the query weights"
     raise LayoutError(f"{place.tree}: {what}; write a copy that does with maxghost checkpoint rescale")
   head_dim, rope_pairs = head_changes(checkpoint, cfg.model)
-  return open_load(raw, wanted, head_dim=head_dim, rope_pairs=rope_pairs, widen=True, say=say)
+  return open_load(checkpoint, wanted, head_dim=head_dim, rope_pairs=rope_pairs, widen=True, say=say)
 
 
 def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None, adapter="") -> Callable:

@@ -3,11 +3,11 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maxghost.checkpoint import layouts_layers
-from maxghost.checkpoint.layouts_layers import ParamTree, Path, leaf_text, split_layers, whole
+from maxghost.checkpoint.layouts_layers import LeafId, ParamTree, Path, Ref, leaf_text, split_layers, whole
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
 from maxghost.config.values import did_you_mean, slash_path
 
@@ -92,6 +92,10 @@ class Checkpoint:
     single = {"opt_state": self.opt_leaves, "step": {(): self.step}, "kept": self.kept, "loop_state": self.loop_state}
     moments = {f"opt_state/{slash_path(place)}": tree for place, tree in self.moments.items()}
     return {"params": self.params, **moments} | {name: whole(x) for name, x in single.items()} | {"aux": self.aux}
+
+  def with_params(self, leaves: dict[LeafId, Ref]) -> "Checkpoint":
+    """The same with other parameters, in the same containers."""
+    return replace(self, params=replace(self.params, leaves=leaves))
 
   def num_params(self) -> int:
     return sum(math.prod(ref.shape) for ref in self.params.leaves.values())
