@@ -40,7 +40,7 @@ def convert_tree(tree: Any, to: str = "", *, read: ReadOptions | None = None, **
 
   Random keys come back as typed keys where they went in as such.
   """
-  checkpoint = read_checkpoint(tree_from_memory(tree), read)
+  checkpoint = read_checkpoint(tree_from_memory(tree), read, strict=True)
   plan = make_plan(checkpoint, Target(to or (NNX if checkpoint.layout == LINEN else LINEN), **wishes))
   empties = {"Dict": dict, "List": list, "Tuple": tuple}
   flat: dict[tuple, Any] = {path: empties.get(empty.kind, lambda: None)() for path, empty in plan.empties}

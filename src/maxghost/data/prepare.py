@@ -34,7 +34,6 @@ BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
 _Document = tuple[int, np.ndarray, np.ndarray]  # number of the domain, tokens, and source bytes of each
-_FIELDS = ("field", "field_length")  # of a part: the fields of its documents as one text, and the length of each
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
@@ -164,7 +163,8 @@ def _write_part(job: Job, part: int) -> dict:
   base = job.folder / "parts" / f"{part:05d}"
   shard = job.folder / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
   scratch = shard.with_suffix(".tmp")
-  names = (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
+  names = [*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS]
+  names += ["field", "field_length"] if job.source.fields else []  # all as one text, and the length of each
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
   paths, counts = {}, dict.fromkeys(("empty", "corrupt"), 0)
   writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)

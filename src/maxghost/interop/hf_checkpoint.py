@@ -21,7 +21,7 @@ from maxghost.interop import gguf, huggingface, huggingface_config, merge, model
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, check_written, new_folder, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import read_unscaled
+from maxghost.interop.linen_scaling import unscaled
 from maxghost.interop.safetensors_files import open_tensors, write_tensors
 
 _SHARD_BYTES = 5_000_000_000
@@ -75,7 +75,7 @@ def export_model(source: str | Path, target: str | Path, *, cfg: config.Config |
   place = model_path.find(source)
   model_path.check_whole(place, "an export")
   place, cfg, adapter = model_path.with_base(place, model_path.configured(place, source, cfg), str(adapter))
-  checkpoint = read_unscaled(open_tree(place.tree), cfg.model)
+  checkpoint = unscaled(read_checkpoint(open_tree(place.tree)), cfg.model)
   checkpoint = merge.open_merged(checkpoint, cfg.model, adapter, say) if adapter else checkpoint
   kept = {leaf: ref for leaf, ref in checkpoint.params.leaves.items() if leaf[0][0] != "mtp_block"}
   if further := len(checkpoint.params.leaves) - len(kept):

@@ -46,7 +46,7 @@ def open_load(path: str | os.PathLike | Checkpoint, wanted: Mapping[str, Any], *
   and returns them nested as in `wanted`. Raises LayoutError, which names every parameter and moment that is missing or
   has another shape or dtype.
   """
-  source = path if isinstance(path, Checkpoint) else read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True))
+  source = path if isinstance(path, Checkpoint) else read_checkpoint(open_tree(path))
   path = source.raw.origin
   model = layouts_store.tree_from_memory(wanted, "the model")
   target = read_checkpoint(model, ReadOptions(layout=MAXGHOST, scan_axis=0))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import Checkpoint, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path
 from maxghost.config import ConfigError, ModelConfig
@@ -35,7 +35,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
   if unlike := differing(place.config.model, model):
     raise LayoutError(f"the base is another model than {path}: they differ in {', '.join(unlike)}")
   given, reader, found = place.config.adapter, LayerReader(1 << 30), {}
-  held = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).params.leaves
+  held = read_checkpoint(open_tree(place.tree)).params.leaves
   for (leaf, layer), ref in held.items():
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
       found[name, layer] = {None: reader.part(ref)}
@@ -67,7 +67,7 @@ def open_merged(base: Checkpoint, model: ModelConfig, adapter: str | Path, say: 
 def merged(base: Checkpoint, model: ModelConfig, settings: peft.Settings, arrays: peft.Arrays) -> Checkpoint:
   """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits.
 
-  base: with heads as maxghost has them, see `linen_scaling.read_unscaled`.
+  base: with heads as maxghost has them, see `linen_scaling.unscaled`.
   """
   found, problems, leaves = peft.unstack(arrays, model), [], {}
   held = _held_in_few_bits(model, settings.base_qtype) if settings.base_qtype else {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxghost import config
-from maxghost.checkpoint.layouts import Checkpoint
+from maxghost.checkpoint.layouts import Checkpoint, read_checkpoint
 from maxghost.checkpoint.layouts_layers import Ref, blocks_of
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path
 from maxghost.config.arguments import Parser
@@ -26,7 +26,7 @@ from maxghost.interop import model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import read_unscaled
+from maxghost.interop.linen_scaling import unscaled
 
 _PIECE = 1 << 22
 
@@ -34,16 +34,15 @@ _PIECE = 1 << 22
 def quantized(checkpoint: Checkpoint, model: ModelConfig, quantization: str) -> Checkpoint:
   """The model of any layout with the parts of its matrices in their place, made as they are read. Imports JAX.
 
-  checkpoint: with heads as maxghost has them, see `linen_scaling.read_unscaled`. Raises LayoutError where it has no
+  checkpoint: with heads as maxghost has them, see `linen_scaling.unscaled`. Raises LayoutError where it has no
   such matrix.
   """
   import jax
-  from flax import nnx
 
   from maxghost import models
   from maxghost.adapters.quantized import NAMES, matrix_axes, places, quantize
 
-  plain = nnx.eval_shape(lambda: models.create(dataclasses.replace(model, quantization=""), rngs=nnx.Rngs(0)))
+  plain = models.create_abstract(dataclasses.replace(model, quantization=""))
   found = {
     re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
     for label, (module, _, form) in places(plain, quantization).items()
@@ -111,7 +110,7 @@ def quantize_checkpoint(source: str | Path, target: str | Path, quantization: st
     raise LayoutError(f"{source} holds adapters; merge them first: maxghost checkpoint hf export {source} FOLDER")
   given = {"load_parameters_path": str(target), "load_full_state_path": ""}
   cfg = config.replace(cfg, quantization=quantization, run_name=target.name, **given)
-  made = quantized(read_unscaled(open_tree(place.tree), cfg.model), cfg.model, quantization)
+  made = quantized(unscaled(read_checkpoint(open_tree(place.tree)), cfg.model), cfg.model, quantization)
   plan = make_plan(made, Target.of(cfg.model))
   with written(made, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:
     if (data := cfg.data).tokenizer_path or data.tokenizer_type == "byte":
