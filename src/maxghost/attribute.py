@@ -158,10 +158,10 @@ def check_less(cfg: Config, args: argparse.Namespace, paths: dict[int, Path]) ->
 
 
 def has_optimizer(path: Path) -> bool:
-  from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+  from maxghost.checkpoint.layouts import read_checkpoint
   from maxghost.interop.huggingface import open_tree
 
-  held = read_checkpoint(open_tree(path), ReadOptions(keep_unknown=True))
+  held = read_checkpoint(open_tree(path))
   return bool(held.moments or held.opt_leaves)
 
 

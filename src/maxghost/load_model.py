@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost import config
-from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig, pipeline
 from maxghost.config.schema import WEIGHTS_ONLY
@@ -14,7 +14,7 @@ from maxghost.config.values import naming, shown, slash_path
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
-from maxghost.interop.linen_scaling import head_changes
+from maxghost.interop.linen_scaling import head_changes, unscaled
 from maxghost.interop.load_tree import open_load
 from maxghost.interop.model_path import ModelPlace, plain
 
@@ -103,7 +103,7 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
   given, keys = cfg.checkpoint.load_full_state_path, {"ghost_val_every": "validation gradient"}
   keys |= {"num_iterations": "answers"} if cfg.samples else {}
   with naming("load_full_state_path", given):
-    step = read_checkpoint(huggingface.open_tree(place.tree), ReadOptions(keep_unknown=True)).step
+    step = read_checkpoint(huggingface.open_tree(place.tree)).step
   said = f"load_full_state_path={given}"
   if step is None:
     raise LayoutError(f"{said} does not say how many steps it has taken; use load_parameters_path")
@@ -116,19 +116,19 @@ def check_steps(place: ModelPlace, cfg: Config) -> None:
 
 def open_parameters(place: ModelPlace, cfg: Config, wanted: Mapping, say: Callable = print, adapter="") -> Callable:
   """Pairs a model, with `adapter` merged in, and the tree `wanted`; returns what reads it. Raises ConfigError."""
-  raw = huggingface.open_tree(place.tree)
+  checkpoint = read_checkpoint(huggingface.open_tree(place.tree))
   there, here = place.config.model.quantization if place.config else "", cfg.model.quantization
   narrows = here in WEIGHTS_ONLY and there != here
   if adapter or narrows:
     model_path.check_whole(place, f"adapter={adapter}" if adapter else f"quantization={here}")
-  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
-  raw = quantize.quantized(raw, cfg.model, here) if narrows else raw
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+    checkpoint = unscaled(checkpoint, cfg.model)
+  checkpoint = merge.open_merged(checkpoint, cfg.model, adapter, say) if adapter else checkpoint
+  checkpoint = quantize.quantized(checkpoint, cfg.model, here) if narrows else checkpoint
   if not checkpoint.values_from:
     what = "nothing tells whether MaxText or maxghost scaled the query weights"
     raise LayoutError(f"{place.tree}: {what}; write a copy that does with maxghost checkpoint rescale")
   head_dim, rope_pairs = head_changes(checkpoint, cfg.model)
-  return open_load(raw, wanted, head_dim=head_dim, rope_pairs=rope_pairs, widen=True, say=say)
+  return open_load(checkpoint, wanted, head_dim=head_dim, rope_pairs=rope_pairs, widen=True, say=say)
 
 
 def open_given(place: ModelPlace, cfg: Config, wanted: Mapping, given: tuple | None = None, adapter="") -> Callable:

@@ -40,7 +40,7 @@ def convert_tree(tree: Any, to: str = "", *, read: ReadOptions | None = None, **
 
   Random keys come back as typed keys where they went in as such.
   """
-  checkpoint = read_checkpoint(tree_from_memory(tree), read)
+  checkpoint = read_checkpoint(tree_from_memory(tree), read, strict=True)
   plan = make_plan(checkpoint, Target(to or (NNX if checkpoint.layout == LINEN else LINEN), **wishes))
   empties = {"Dict": dict, "List": list, "Tuple": tuple}
   flat: dict[tuple, Any] = {path: empties.get(empty.kind, lambda: None)() for path, empty in plan.empties}
@@ -49,7 +49,15 @@ def convert_tree(tree: Any, to: str = "", *, read: ReadOptions | None = None, **
     words = read_block(reader, leaf)
     is_key = leaf.key_impl is not None
     flat[leaf.path] = jax.random.wrap_key_data(jnp.asarray(words), impl=leaf.key_impl) if is_key else words
-  return nested(flat)
+  return _with_lists(nested(flat))
+
+
+def _with_lists(tree: Any) -> Any:
+  """Lists in place of the dicts whose keys are all integers."""
+  if not isinstance(tree, dict) or not tree:
+    return tree
+  held = {key: _with_lists(child) for key, child in tree.items()}
+  return [held[i] for i in sorted(held)] if all(isinstance(key, int) for key in held) else held
 
 
 def orbax_leaves(folder: Path) -> dict[tuple, np.ndarray | None]:

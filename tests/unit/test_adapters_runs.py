@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict
 from maxghost import adapters, config, load_model, train
 from maxghost.adapters import quantized
 from maxghost.checkpoint import compare, open_tree
+from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.config import ConfigError
 from maxghost.interop import hf_checkpoint, model_path, peft
 from maxghost.interop.convert import convert
@@ -173,7 +174,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
   assert "into the matrices that nf4 makes of " in capsys.readouterr().out
   plain = load_model.merge.merged(
-    open_tree(model_path.find(folder / "base" / "run").tree), cfg.model,
+    read_checkpoint(open_tree(model_path.find(folder / "base" / "run").tree)), cfg.model,
     dataclasses.replace(settings, base_qtype=""), arrays,
   )  # fmt: skip
   graphdef, abstract = nnx.split(adapters.create_abstract(load_model.plain(cfg)))

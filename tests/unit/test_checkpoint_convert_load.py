@@ -11,10 +11,11 @@ from flax import nnx
 
 from maxghost import config, load_model, models, scorelog, train
 from maxghost.checkpoint.compare import compare_checkpoints
+from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, open_tree
 from maxghost.interop.convert import convert
-from maxghost.interop.linen_scaling import main, read_unscaled, rescale_checkpoint, rescale_leaf
-from maxghost.interop.load_tree import load_tree
+from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_leaf, unscaled
+from maxghost.interop.load_tree import load_tree, open_load
 from maxghost.optimizers import make_optimizer
 from maxghost.training.state import TrainStateNNX, abstract_split, from_tree, to_tree
 
@@ -128,8 +129,8 @@ def test_heads_of_llama31_are_reordered(tmp_path):
   assert main([*command, str(tmp_path / "ours"), "--target_path", str(tmp_path / "back"), "--to", "maxtext"]) == 0
   assert compare_checkpoints(source, tmp_path / "back").equal
   for family, factor in (("llama2", 1), ("qwen3", 2)):  # MaxText's Qwen3 does not scale queries
-    read = read_unscaled(open_tree(source), dataclasses.replace(cfg.model, decoder_block=family))
-    found = load_tree(read.raw, wanted, say=silent)["model"]["decoder"]["layers"]["self_attention"]
+    read = unscaled(read_checkpoint(open_tree(source)), dataclasses.replace(cfg.model, decoder_block=family))
+    found = open_load(read, wanted, say=silent)()["model"]["decoder"]["layers"]["self_attention"]
     for name, factor_of in (("query", factor), ("key", 1), ("value", 1)):
       expected = ours["decoder"]["layers"]["self_attention"][name]["kernel"]
       np.testing.assert_array_equal(found[name]["kernel"] * factor_of, expected)

@@ -228,7 +228,7 @@ def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path,
   before = read_checkpoint(huggingface.open_tree(source)).params.leaves
   leaves, count = peft.unstack(arrays, cfg.model), 0
   for tree in (huggingface.open_tree(source), huggingface.open_tree(tmp_path / "in")):
-    found = read_checkpoint(merge.merged(tree, cfg.model, settings, arrays)).params.leaves
+    found = merge.merged(read_checkpoint(tree), cfg.model, settings, arrays).params.leaves
     for (path, layer), ref in found.items():
       whole = tuple(slice(0, n) for n in ref.shape)
       w = LayerReader(1 << 30).part(before[path, layer], whole)
@@ -252,13 +252,13 @@ def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path,
   command = ["hf", "export", str(tmp_path / "in"), str(tmp_path / "out"), "--adapter", str(tmp_path / "adapter")]
   assert (checkpoint_command(command), checkpoint_command(command)) == (0, 2)
   assert f"target {tmp_path / 'out'} exists" in capsys.readouterr().err
-  expected = read_checkpoint(merge.merged(huggingface.open_tree(source), cfg.model, settings, arrays)).params.leaves
+  expected = merge.merged(read_checkpoint(huggingface.open_tree(source)), cfg.model, settings, arrays).params.leaves
   for leaf, ref in read_checkpoint(huggingface.open_tree(tmp_path / "out")).params.leaves.items():
     whole = tuple(slice(0, n) for n in ref.shape)
     assert LayerReader(0).part(ref, whole).tobytes() == LayerReader(0).part(expected[leaf], whole).tobytes()
   other = MODELS["llama2"]
   with pytest.raises(ConfigError, match=r"its adapter|has no matrix for"):
-    merge.merged(huggingface.open_tree(source), cfg.model, settings, make_arrays(other))
+    merge.merged(read_checkpoint(huggingface.open_tree(source)), cfg.model, settings, make_arrays(other))
 
 
 # In the hands of PEFT.

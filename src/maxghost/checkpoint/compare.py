@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts import Checkpoint, ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import Checkpoint, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import AnyPath, Opener, open_tree
 from maxghost.config.arguments import Parser
@@ -221,7 +221,7 @@ def compare_checkpoints(a: AnyPath, b: AnyPath, opener: Opener = open_tree, **op
 
   opener: opens a folder; `interop.huggingface.open_tree` knows Hugging Face folders too.
   """
-  left, right = (read_checkpoint(opener(path), ReadOptions(keep_unknown=True)) for path in (a, b))
+  left, right = (read_checkpoint(opener(path)) for path in (a, b))
   return compare(left, right, **options)
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
+from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, Opener, StoredArray, open_tree
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, slash_path
@@ -27,7 +27,7 @@ def inspect(path: str | os.PathLike, opener: Opener = open_tree) -> dict[str, An
     leaves.append(leaf)
   content: dict[str, Any] = {"path": str(path), "leaves": leaves, "bytes": sum(leaf["bytes"] for leaf in leaves)}
   try:
-    checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
+    checkpoint = read_checkpoint(raw)
     containers = checkpoint.params.containers.values()
     content |= {
       "layout": checkpoint.layout, "wrapped": checkpoint.wrapped, "scan_axis": checkpoint.scan_axis,

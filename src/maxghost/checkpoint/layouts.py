@@ -3,11 +3,11 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maxghost.checkpoint import layouts_layers
-from maxghost.checkpoint.layouts_layers import ParamTree, Path, leaf_text, split_layers, whole
+from maxghost.checkpoint.layouts_layers import LeafId, ParamTree, Path, Ref, leaf_text, split_layers, whole
 from maxghost.checkpoint.layouts_store import Empty, LayoutError, RawTree, StoredArray, Text
 from maxghost.config.values import did_you_mean, slash_path
 
@@ -35,7 +35,7 @@ class ReadOptions:
 
   layout: one of LAYOUTS; '' = detect. scan_axis: the dimension of stacked layers; None = as recorded, else the layout's
   default. containers: more names of layer containers. wrapped: whether leaves lie under `value`; None = detect. keep,
-  drop: unknown keys to keep and to leave out. keep_unknown: keep all unknown keys but text leaves.
+  drop: unknown keys to keep and to leave out.
   """
 
   layout: str = ""
@@ -44,7 +44,6 @@ class ReadOptions:
   wrapped: bool | None = None
   keep: tuple[str, ...] = ()
   drop: tuple[str, ...] = ()
-  keep_unknown: bool = False
 
 
 @dataclass
@@ -93,6 +92,10 @@ class Checkpoint:
     moments = {f"opt_state/{slash_path(place)}": tree for place, tree in self.moments.items()}
     return {"params": self.params, **moments} | {name: whole(x) for name, x in single.items()} | {"aux": self.aux}
 
+  def with_params(self, leaves: dict[LeafId, Ref]) -> "Checkpoint":
+    """The same with other parameters, in the same containers."""
+    return replace(self, params=replace(self.params, leaves=leaves))
+
   def num_params(self) -> int:
     return sum(math.prod(ref.shape) for ref in self.params.leaves.values())
 
@@ -102,8 +105,11 @@ def record_of(raw: RawTree) -> dict[str, Any]:
   return raw.custom_metadata.get(RECORD) or {}
 
 
-def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpoint:
-  """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key."""
+def read_checkpoint(raw: RawTree, options: ReadOptions | None = None, *, strict: bool = False) -> Checkpoint:
+  """Reads any layout. Only headers are touched. Raises LayoutError naming the leaf or key.
+
+  strict: whether unknown keys that no option names are refused. Otherwise they are kept, without text leaves.
+  """
   options = options or ReadOptions()
   nodes: dict = {tuple(map(str, path)): node for path, node in raw.nodes.items()}
   tops = _tops(nodes)
@@ -126,7 +132,7 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None) -> Checkpo
   if layout == MAXGHOST:
     checkpoint.loop_state = extra
   else:
-    _read_unknown(checkpoint, extra, options)
+    _read_unknown(checkpoint, extra, options, strict)
   forms = layouts_layers.find_containers(aux, (*names, *map(slash_path, found)), stacked)
   try:
     checkpoint.aux = split_layers(aux, forms, 0, like=params.containers)
@@ -174,15 +180,15 @@ def _sections(nodes: dict, layout: str, origin: str) -> tuple[dict[str, dict], d
   return sections, extra
 
 
-def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions) -> None:
+def _read_unknown(checkpoint: Checkpoint, extra: dict, options: ReadOptions, strict: bool) -> None:
   """Splits keys unknown to the layout into those that the user keeps and drops; refuses all others by name."""
   known = set()
   for path, node in extra.items():
     names = {slash_path(path[:depth]) for depth in range(1, len(path) + 1)}
     known |= names
-    if names.intersection(options.drop) or (options.keep_unknown and isinstance(node, Text)):
+    if names.intersection(options.drop) or (not strict and isinstance(node, Text)):
       checkpoint.dropped.append(slash_path(path))
-    elif options.keep_unknown or names.intersection(options.keep):
+    elif not strict or names.intersection(options.keep):
       if isinstance(node, Text):
         raise LayoutError(f"leaf {slash_path(path)} is text, which cannot be moved; pass --drop {path[0]}")
       checkpoint.kept[path] = node

@@ -4,10 +4,11 @@ A parameter tree of any form becomes a `ParamTree`: for every path without layer
 layer's array. L layers; a stacked leaf has L on dimension min(scan axis, rank of one layer's leaf).
 """
 
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,6 +64,15 @@ class Ref:
   def where(self) -> str:
     return slash_path(self.array.path) + ("" if self.index is None else f"[layer {self.index}]")
 
+  def read(self, index: tuple[slice, ...] | None = None, stored: Callable | None = None) -> np.ndarray:
+    """A block of it; None reads all. stored: reads a block of the array, in place of `array.read`."""
+    read = stored or self.array.read
+    if self.index is None:
+      return read(index)
+    index = index or tuple(slice(0, size) for size in self.shape)
+    layer = slice(self.index, self.index + 1)
+    return np.squeeze(read((*index[: self.axis], layer, *index[self.axis :])), axis=self.axis)
+
 
 class LayerReader:
   """Reads layers of stored arrays. Holds the last array of up to `hold_bytes`; reads larger arrays block by block."""
@@ -71,15 +81,12 @@ class LayerReader:
     self._hold_bytes = hold_bytes
     self._held: dict[StoredArray, np.ndarray] = {}
 
-  def part(self, ref: Ref, index: tuple[slice, ...]) -> np.ndarray:
-    """The block `index` of the layer that `ref` points to."""
-    if ref.index is None:
-      return self._array(ref.array, index)
-    index = (*index[: ref.axis], slice(ref.index, ref.index + 1), *index[ref.axis :])
-    return np.squeeze(self._array(ref.array, index), axis=ref.axis)
+  def part(self, ref: Ref, index: tuple[slice, ...] | None = None) -> np.ndarray:
+    """The block `index` of the layer that `ref` points to; None gives all of it."""
+    return ref.read(index, functools.partial(self._array, ref.array))
 
-  def _array(self, array: StoredArray, index: tuple[slice, ...]) -> np.ndarray:
-    if all(s.start == 0 and s.stop == size for s, size in zip(index, array.shape, strict=True)):
+  def _array(self, array: StoredArray, index: tuple[slice, ...] | None) -> np.ndarray:
+    if index is None or all(s.start == 0 and s.stop == size for s, size in zip(index, array.shape, strict=True)):
       self._held.clear()
       return array.read(None)
     if array.nbytes > self._hold_bytes >= array.chunk_nbytes:

@@ -49,14 +49,12 @@ def full_path(path: AnyPath) -> Path:
 
 
 def nested(flat: Mapping[Any, Any]) -> Any:
-  """Nested dicts of leaves by path; lists where all keys of a level are integers."""
+  """Nested dicts of leaves by path."""
   if () in flat:
     return flat[()]
   children: dict[Any, dict[tuple, Any]] = {}
   for path, value in flat.items():
     children.setdefault(path[0], {})[path[1:]] = value
-  if children and all(isinstance(key, int) for key in children):
-    return [nested(children[i]) for i in sorted(children)]
   return {key: nested(value) for key, value in children.items()}
 
 
@@ -93,9 +91,7 @@ class Empty:
 
 @dataclass(frozen=True)
 class Text:
-  """A string leaf, which no layout has. kind: Orbax's name of its type."""
-
-  kind: str = "string"
+  """A string leaf, which no layout has."""
 
 
 Node = StoredArray | Empty | Text
@@ -186,14 +182,15 @@ def open_at(where: Location, origin: str) -> RawTree:
   if not isinstance(tree.get("tree_metadata"), dict):
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged: it has no tree_metadata")
   nodes: dict[TreePath, Node] = {}
+  wanted = []
   try:
     for entry in tree["tree_metadata"].values():
       path = tuple(int(k["key"]) if k["key_type"] == 1 else str(k["key"]) for k in entry["key_metadata"])
       kind = entry["value_metadata"]["value_type"]
-      nodes[path] = Empty(kind) if kind in _EMPTY_TYPES else Text(kind)
+      nodes[path] = Empty(kind) if kind in _EMPTY_TYPES else Text()  # or an array, opened below
+      wanted += [] if kind in (*_EMPTY_TYPES, "string") else [path]
   except (TypeError, KeyError, ValueError) as error:
     raise LayoutError(f"{where.item / TREE_METADATA} is damaged ({type(error).__name__}: {error})") from error
-  wanted = [path for path, node in nodes.items() if isinstance(node, Text) and node.kind != "string"]
   nodes |= _open_arrays(where.item, tree, wanted)
   return RawTree(nodes, origin, step_metadata, tree.get("custom_metadata"), where)
 
@@ -292,8 +289,6 @@ def tree_from_memory(tree: Any, origin: str = "the given tree") -> RawTree:
     path = tuple(k.idx if isinstance(k, SequenceKey) else keystr((k,), simple=True) for k in keys)
     if leaf is None or isinstance(leaf, (dict, list, tuple)):
       nodes[path] = Empty("None" if leaf is None or hasattr(leaf, "_fields") else type(leaf).__name__.capitalize())
-    elif isinstance(leaf, str):
-      nodes[path] = Text()
     else:
       impl, words = (str(key_impl(leaf)), key_words(leaf)) if is_typed_key(leaf) else (None, leaf)
       dtype = np.dtype(getattr(words, "dtype", None) or np.asarray(words).dtype)

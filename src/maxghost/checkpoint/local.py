@@ -136,7 +136,7 @@ class LocalCheckpoints:
         if header := self._read_header(path):
           headers[name] = header
           self._places[name] |= _places(path, header)
-    said = distributed.gather({name: [*map(list, places)] for name, places in self._places.items()})
+    said = distributed.gather({name: [*places] for name, places in self._places.items()})
     names = sorted({name for one in said for name in one}, key=step_of)
     self._of_all = {name: [{_piece(*piece) for piece in one.get(name, ())} for one in said] for name in names}
     first = {name: min((i for i, pieces in enumerate(self._of_all[name]) if pieces), default=-1) for name in names}
@@ -161,7 +161,7 @@ class LocalCheckpoints:
     for leaf, x in wanted.items():
       own = {Piece.at(leaf, at, x.shape) for at in x.sharding.addressable_devices_indices_map(x.shape).values()}
       lacking |= {piece for piece in pieces[leaf] - places.keys() if any(map(piece.overlap, own))}
-    asked = {_piece(*piece) for one in distributed.gather([*map(list, sorted(lacking))]) for piece in one}
+    asked = {_piece(*piece) for one in distributed.gather(sorted(lacking)) for piece in one}
     lenders = {piece: next(i for i, held in enumerate(self._of_all[name]) if piece in held) for piece in sorted(asked)}
     shared = self._shared / f"{LENT}{self.attempt}-{name}"
     if asked:
@@ -262,7 +262,7 @@ def peer_shift(machines: Sequence[int]) -> int:
 def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) -> tuple[list[Piece], list[np.ndarray]]:
   """Sends pieces to the process `shift` after this one; returns those of the one `shift` before, and their bytes."""
   count = distributed.count()
-  said = distributed.gather([[*map(list, pieces)], sum(map(len, blobs))])
+  said = distributed.gather([[*pieces], sum(map(len, blobs))])
   (received, left), most = said[(distributed.index() - shift) % count], max(size for _, size in said)
   size, chunks = min(CHUNK, -(-most // 4) * 4), []
   if most:

@@ -4,6 +4,7 @@ A part is a range of the source's documents and becomes one ArrayRecord shard. I
 checksums) are written last; after an interrupt parts without them are written again. At the end, columns are joined.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -33,7 +34,6 @@ BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
 _Document = tuple[int, np.ndarray, np.ndarray]  # number of the domain, tokens, and source bytes of each
-_FIELDS = ("field", "field_length")  # of a part: the fields of its documents as one text, and the length of each
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
@@ -163,7 +163,8 @@ def _write_part(job: Job, part: int) -> dict:
   base = job.folder / "parts" / f"{part:05d}"
   shard = job.folder / "shards" / f"part-{part:05d}-of-{job.num_parts:05d}.array_record"
   scratch = shard.with_suffix(".tmp")
-  names = (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS, *(_FIELDS if job.source.fields else ()))
+  names = [*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS]
+  names += ["field", "field_length"] if job.source.fields else []  # all as one text, and the length of each
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
   paths, counts = {}, dict.fromkeys(("empty", "corrupt"), 0)
   writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)
@@ -234,67 +235,57 @@ def _blocks(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
 
 def _join(job: Job, manifests: list[dict]) -> dict:
   """Joins the parts' columns into the index and writes its JSON last."""
-  folder, names = job.folder, job.source.domains
+  index, names, fields = job.folder / "index", job.source.domains, job.source.fields
   num_documents, num_blocks = (sum(manifest[key] for manifest in manifests) for key in ("documents", "blocks"))
   if not num_documents:
     raise ConfigError("there is nothing to prepare: every document is empty or corrupt")
-  columns = {}
-  for name in (*prepared.DOCUMENT_COLUMNS, *prepared.BLOCK_COLUMNS):
-    file, kind = folder / "index" / f"{name}.npy", prepared.COLUMNS[name]
-    columns[name] = np.lib.format.open_memmap(file, "w+", kind, (num_blocks if "block" in name else num_documents,))
-  documents = blocks = tokens = 0
+  sizes = dict.fromkeys(prepared.DOCUMENT_COLUMNS, num_documents) | dict.fromkeys(prepared.BLOCK_COLUMNS, num_blocks)
+  kinds = {**prepared.COLUMNS, prepared.FIELD_END: np.int64, "field": np.uint8}
+  documents = tokens = field_bytes = 0
   totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
   paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document
-  for part in range(job.num_parts):
-    with np.load(folder / "parts" / f"{part:05d}.npz") as loaded:
-      new = {name: loaded[name] for name in loaded.files if name not in _FIELDS}
-    if not len(new["path"]):
-      continue
-    new["path"] = new["path"] + len(path_end)
-    for domain, path in json.loads(str(new.pop("paths"))):
-      paths += path.encode("utf-8", "surrogateescape")
-      path_end.append(len(paths))
-      path_domain.append(names.index(domain))
-    domains = np.frombuffer(path_domain, np.uint16)[new["path"]]
-    totals[0] += np.bincount(domains, minlength=len(names))
-    totals[1] += np.bincount(domains, new["num_bytes"], len(names)).astype(np.int64)
-    new["token_end"] = tokens + np.cumsum(new.pop("length"))
-    new["block_first"] = new["block_first"] + documents
-    for name, values in new.items():
-      start = blocks if name in prepared.BLOCK_COLUMNS else documents
-      columns[name][start : start + len(values)] = values
-    documents, blocks = documents + len(new["path"]), blocks + len(new["block_first"])
-    tokens = int(new["token_end"][-1])
-  for column in columns.values():
-    column.flush()
-  if job.source.fields:
-    _join_fields(job, num_documents)
-  (folder / "index" / "paths.bin").write_bytes(paths)
+  with contextlib.ExitStack() as stack:
+    if fields:
+      sizes[prepared.FIELD_END] = num_documents * len(fields)
+    files = {name: stack.enter_context(open(index / f"{name}.npy", "wb")) for name in sizes}
+    for name, size in sizes.items():
+      header = {"descr": np.dtype(kinds[name]).str, "fortran_order": False, "shape": (size,)}
+      np.lib.format.write_array_header_1_0(files[name], header)
+    if fields:
+      files["field"] = stack.enter_context(open(index / prepared.FIELD_TEXTS, "wb"))
+    for part in range(job.num_parts):
+      with np.load(job.folder / "parts" / f"{part:05d}.npz") as loaded:
+        new = dict(loaded)
+      if not len(new["path"]):
+        continue
+      new["path"] = new["path"] + len(path_end)
+      for domain, path in json.loads(str(new.pop("paths"))):
+        paths += path.encode("utf-8", "surrogateescape")
+        path_end.append(len(paths))
+        path_domain.append(names.index(domain))
+      domains = np.frombuffer(path_domain, np.uint16)[new["path"]]
+      totals[0] += np.bincount(domains, minlength=len(names))
+      totals[1] += np.bincount(domains, new["num_bytes"], len(names)).astype(np.int64)
+      new["token_end"] = tokens + np.cumsum(new.pop("length"))
+      new["block_first"] = new["block_first"] + documents
+      if fields:
+        new[prepared.FIELD_END] = field_bytes + np.cumsum(new.pop("field_length"))
+        field_bytes += len(new["field"])
+      for name, values in new.items():
+        files[name].write(values.astype(kinds[name]).tobytes())
+      documents, tokens = documents + len(new["path"]), int(new["token_end"][-1])
+  (index / "paths.bin").write_bytes(paths)
   for name, values in (("path_end", path_end), ("path_domain", path_domain)):
-    np.save(folder / "index" / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
+    np.save(index / f"{name}.npy", np.array(values, prepared.COLUMNS[name]))
   meta = {"version": prepared.INDEX_VERSION, "fingerprint": f"{text_hash(*(m['sha256'] for m in manifests)):016x}",
-          "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(job.source.fields),
+          "tokenizer": _copy_tokenizer(job), "domains": list(names), "fields": list(fields),
           "domain_documents": dict(zip(names, totals[0].tolist(), strict=True)),
           "domain_bytes": dict(zip(names, totals[1].tolist(), strict=True)), "tokens": tokens,
           "empty": sum(m["empty"] for m in manifests), "corrupt": sum(m["corrupt"] for m in manifests),
           "shards": [{key: m[key] for key in ("name", "sha256", "size", "blocks")} for m in manifests],
-          "index": {path.name: sha256(path) for path in sorted((folder / "index").iterdir())}}  # fmt: skip
-  write_text(folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
+          "index": {path.name: sha256(path) for path in sorted(index.iterdir())}}  # fmt: skip
+  write_text(job.folder / prepared.INDEX_FILE, json.dumps(sealed(meta), indent=1))
   return meta
-
-
-def _join_fields(job: Job, num_documents: int) -> None:
-  """Joins the fields of the parts' documents: one text, and where each of them ends in it."""
-  folder, place, size, shape = job.folder / "index", 0, 0, (num_documents * len(job.source.fields),)
-  ends = np.lib.format.open_memmap(folder / f"{prepared.FIELD_END}.npy", "w+", np.int64, shape)
-  with open(folder / prepared.FIELD_TEXTS, "wb") as file:
-    for part in range(job.num_parts):
-      with np.load(job.folder / "parts" / f"{part:05d}.npz") as loaded:
-        texts, lengths = (loaded[name] for name in _FIELDS)
-      file.write(texts.tobytes())
-      ends[place : place + len(lengths)] = size + np.cumsum(lengths)
-      place, size = place + len(lengths), size + len(texts)
-  ends.flush()
 
 
 def _copy_tokenizer(job: Job) -> dict:

@@ -46,7 +46,7 @@ def convert(source: str | os.PathLike, target_path: str | os.PathLike, *, to: st
   `Target`. Raises LayoutError where something cannot be moved, and nothing was written.
   """
   raw = open_tree(source)
-  checkpoint = read_checkpoint(raw, read)
+  checkpoint = read_checkpoint(raw, read, strict=True)
   target = Target(_target_layout(checkpoint.layout == LINEN, to, direction), **wishes)
   plan = make_plan(checkpoint, target)
   out = full_path(target_path)
@@ -219,7 +219,7 @@ def read_block(reader: LayerReader, leaf: TargetLeaf, index: tuple[slice, ...] |
 
 def check_written(source: Checkpoint, found: RawTree, **options: Any) -> None:
   """Compares a written tree, read without hints, with the source; options of `compare`. Raises VerificationError."""
-  target = read_checkpoint(found, ReadOptions(keep_unknown=True))
+  target = read_checkpoint(found)
   # Moments in another form than the parameters are repaired on the way: a difference, but not from what was planned.
   planned = () if target.odd_moments() else (compare.STRUCTURE,)
   if wrong := [row for row in compare.compare(source, target, **options).rows if row.kind not in planned]:

@@ -21,7 +21,7 @@ from maxghost.interop import gguf, huggingface, huggingface_config, merge, model
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, check_target, check_written, new_folder, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import read_unscaled
+from maxghost.interop.linen_scaling import unscaled
 from maxghost.interop.safetensors_files import open_tensors, write_tensors
 
 _SHARD_BYTES = 5_000_000_000
@@ -75,15 +75,14 @@ def export_model(source: str | Path, target: str | Path, *, cfg: config.Config |
   place = model_path.find(source)
   model_path.check_whole(place, "an export")
   place, cfg, adapter = model_path.with_base(place, model_path.configured(place, source, cfg), str(adapter))
-  raw = open_tree(place.tree)
-  raw = merge.open_merged(raw, cfg.model, adapter, say) if adapter else raw
-  checkpoint = read_unscaled(raw, cfg.model)
+  checkpoint = unscaled(read_checkpoint(open_tree(place.tree)), cfg.model)
+  checkpoint = merge.open_merged(checkpoint, cfg.model, adapter, say) if adapter else checkpoint
   kept = {leaf: ref for leaf, ref in checkpoint.params.leaves.items() if leaf[0][0] != "mtp_block"}
   if further := len(checkpoint.params.leaves) - len(kept):
     say(f"left out: {further} arrays of multi-token prediction, for which Hugging Face's formats have no place")
-    checkpoint.params.leaves, cfg = kept, config.replace(cfg, mtp_num_layers=0)
+    checkpoint, cfg = checkpoint.with_params(kept), config.replace(cfg, mtp_num_layers=0)
   target = full_path(target)
-  check_target(raw, target)
+  check_target(checkpoint.raw, target)
   tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)
   origin = model_path.huggingface_file(place, cfg)
   others = huggingface_config.other_entries(read_json(origin), cfg.model) if origin else {}

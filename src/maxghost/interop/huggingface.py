@@ -191,8 +191,9 @@ def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int 
 
   def planned(name: str, rule: Rule, refs: list[Ref], expert: int | None) -> StoredArray:
     def part(reader: LayerReader, ref: Ref) -> np.ndarray:
-      index = tuple(slice(0, size) for size in ref.shape)
-      return reader.part(ref, index) if expert is None else reader.part(ref, (slice(expert, expert + 1), *index[1:]))[0]
+      if expert is None:
+        return reader.part(ref)
+      return reader.part(ref, (slice(expert, expert + 1), *(slice(0, size) for size in ref.shape[1:])))[0]
 
     def make(_=None) -> np.ndarray:
       return rule.to_tensor([part(*pair) for pair in zip(readers(rule.paths), refs, strict=True)])

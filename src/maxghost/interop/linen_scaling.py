@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, Checkpoint, ReadOptions, read_checkpoint, without_value
+from maxghost.checkpoint.layouts import NNX, NNX_OLD, RECORD, Checkpoint, read_checkpoint, without_value
 from maxghost.checkpoint.layouts_store import AnyPath, LayoutError, RawTree, StoredArray, TreePath, full_path
 from maxghost.config import ModelConfig
 from maxghost.config.arguments import Parser
@@ -36,16 +36,15 @@ def is_query(path: TreePath) -> bool:
   return without_value(path)[-2:] in (("query", "kernel"), ("query", "bias"))
 
 
-def read_unscaled(raw: RawTree, model: ModelConfig) -> Checkpoint:
-  """Reads any layout; MaxText's heads are changed into those of maxghost as they are read. Raises LayoutError."""
-  checkpoint = read_checkpoint(raw, ReadOptions(keep_unknown=True))
-  head_dim, rope_pairs = head_changes(checkpoint, model)
+def unscaled(checkpoint: Checkpoint, model: ModelConfig) -> Checkpoint:
+  """The checkpoint with MaxText's heads changed into those of maxghost as they are read. Raises LayoutError."""
+  raw, (head_dim, rope_pairs) = checkpoint.raw, head_changes(checkpoint, model)
   if not (head_dim or rope_pairs):
     return checkpoint
   record = {**raw.custom_metadata.get(RECORD, {}), "values_from": MAXGHOST}
   metadata = raw.step_metadata | {"custom_metadata": raw.custom_metadata | {RECORD: record}}
   changed = _changed_tree(dataclasses.replace(raw, step_metadata=metadata), head_dim, rope_pairs, MAXGHOST)
-  return read_checkpoint(changed, ReadOptions(keep_unknown=True))
+  return read_checkpoint(changed)
 
 
 def head_changes(checkpoint: Checkpoint, model: ModelConfig) -> tuple[int | None, bool]:
@@ -105,7 +104,7 @@ def rescale_checkpoint(
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
   changed = _changed_tree(open_tree(source), head_dim, rope_pairs, to)
-  checkpoint = read_checkpoint(changed, ReadOptions(keep_unknown=True))
+  checkpoint = read_checkpoint(changed)
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
   out = full_path(target_path)

@@ -14,7 +14,7 @@ import numpy as np
 from maxghost.checkpoint import layouts_store
 from maxghost.checkpoint.layouts import MAXGHOST, NNX, Checkpoint, ReadOptions, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, ParamTree, Ref, leaf_text, whole
-from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, TreePath
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, TreePath
 from maxghost.config.values import slash_path
 from maxghost.interop.convert import read_block
 from maxghost.interop.convert_plan import TargetLeaf
@@ -30,7 +30,7 @@ def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any
   return open_load(path, wanted, **options)()
 
 
-def open_load(path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, head_dim: int | None = None,
+def open_load(path: str | os.PathLike | Checkpoint, wanted: Mapping[str, Any], *, head_dim: int | None = None,
               rope_pairs: bool = False, widen: bool = False,
               say: Callable[[str], None] = print) -> Callable[[], dict]:  # fmt: skip
   """Pairs the arrays of the checkpoint `path` with the leaves of `wanted`; reads headers only.
@@ -38,7 +38,7 @@ def open_load(path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, h
   Leaves that other programs' checkpoints lack (loop state, random keys) keep the array that `wanted` has there and are
   named by `say`. Where `wanted` has no array, `clip_factor` is 1 and the others are left out.
 
-  path: the checkpoint folder, or a Hugging Face model folder; or one that is open. wanted: {"model": {...}[,
+  path: the checkpoint folder, or a Hugging Face model folder; or one that was read. wanted: {"model": {...}[,
   "optimizer": {...}][, ...]}, with leaves that have shape and dtype (jax.ShapeDtypeStruct); one without a sharding is
   read as a numpy array. head_dim: rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
   rope_pairs: reorders such query and key heads. widen: whether a parameter may have a narrower float dtype, whose
@@ -46,8 +46,8 @@ def open_load(path: str | os.PathLike | RawTree, wanted: Mapping[str, Any], *, h
   and returns them nested as in `wanted`. Raises LayoutError, which names every parameter and moment that is missing or
   has another shape or dtype.
   """
-  raw = path if isinstance(path, RawTree) else open_tree(path)
-  path, source = raw.origin, read_checkpoint(raw, ReadOptions(keep_unknown=True))
+  source = path if isinstance(path, Checkpoint) else read_checkpoint(open_tree(path))
+  path = source.raw.origin
   model = layouts_store.tree_from_memory(wanted, "the model")
   target = read_checkpoint(model, ReadOptions(layout=MAXGHOST, scan_axis=0))
   found, ours, theirs = _Matcher(widen), target.trees(), source.trees()

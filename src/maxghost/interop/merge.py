@@ -1,6 +1,5 @@
 """Merges LoRA adapters into the matrices of a model of any layout, as they are read; the base stays as it is."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -10,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import LayerReader
-from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
+from maxghost.checkpoint.layouts import Checkpoint, read_checkpoint
+from maxghost.checkpoint.layouts_layers import LayerReader, Ref
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path
 from maxghost.config import ConfigError, ModelConfig
 from maxghost.config.schema import AdapterConfig
 from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
 from maxghost.interop.huggingface_config import differing
-from maxghost.interop.linen_scaling import read_unscaled
 
 
 def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, dict[str, np.ndarray]]:
@@ -37,10 +35,10 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
   if unlike := differing(place.config.model, model):
     raise LayoutError(f"the base is another model than {path}: they differ in {', '.join(unlike)}")
   given, reader, found = place.config.adapter, LayerReader(1 << 30), {}
-  held = read_checkpoint(open_tree(place.tree), ReadOptions(keep_unknown=True)).params.leaves
+  held = read_checkpoint(open_tree(place.tree)).params.leaves
   for (leaf, layer), ref in held.items():
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
-      found[name, layer] = {None: reader.part(ref, tuple(slice(0, size) for size in ref.shape))}
+      found[name, layer] = {None: reader.part(ref)}
   few_bits = given.lora_weight_qtype if given.lora_weight_qtype in ("int8", "nf4") else ""
   settings = peft.Settings(given.lora_rank, given.lora_alpha, given.lora_dropout, base_qtype=few_bits)
   return settings, peft.stack(found, model, place.tree)
@@ -57,21 +55,23 @@ def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held
   return (held(w.astype(wide)) + wide.type(scale) * product.reshape(w.shape)).astype(w.dtype)
 
 
-def open_merged(base: RawTree, model: ModelConfig, adapter: str | Path, say: Callable[[str], None]) -> RawTree:
+def open_merged(base: Checkpoint, model: ModelConfig, adapter: str | Path, say: Callable[[str], None]) -> Checkpoint:
   """`merged` with the adapter at this path; says what it is merged into. Raises ConfigError."""
   with naming("adapter", adapter):
     settings, arrays = open_adapter(adapter, model)
   held = f"the matrices that {settings.base_qtype} makes of " if settings.base_qtype else ""
-  say(f"merging the adapters of {adapter} into {held}{base.origin}")
+  say(f"merging the adapters of {adapter} into {held}{base.raw.origin}")
   return merged(base, model, settings, arrays)
 
 
-def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: peft.Arrays) -> RawTree:
-  """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits."""
-  found, problems, checkpoint = peft.unstack(arrays, model), [], read_unscaled(base, model)
+def merged(base: Checkpoint, model: ModelConfig, settings: peft.Settings, arrays: peft.Arrays) -> Checkpoint:
+  """The model with the adapter merged into its matrices as they are read. Raises LayoutError for one that misfits.
+
+  base: with heads as maxghost has them, see `linen_scaling.unscaled`.
+  """
+  found, problems, leaves = peft.unstack(arrays, model), [], {}
   held = _held_in_few_bits(model, settings.base_qtype) if settings.base_qtype else {}
-  changed: dict[StoredArray, tuple[int, dict]] = {}  # the layer axis, and what each layer becomes
-  for (path, layer), ref in checkpoint.params.leaves.items():
+  for (path, layer), ref in base.params.leaves.items():
     label = "/".join(path)
     a, b = (found.pop((peft.adapter_path(label, part), layer), None) for part in "ab")
     change = held.get(label, _as_stored)
@@ -81,14 +81,20 @@ def merged(base: RawTree, model: ModelConfig, settings: peft.Settings, arrays: p
       if shape != (*lead, a.shape[-2], *outputs):
         problems.append(f"{ref.where()} is {[*ref.shape]}, its adapter {[*a.shape]} times {[*b.shape]}")
       change = functools.partial(merged_array, a=a, b=b, scale=settings.scale, held=change)
-    if change is not _as_stored:
-      changed.setdefault(ref.array, (ref.axis, {}))[1][ref.index] = change
-  problems += [f"{base.origin} has no matrix for {path}, layer {layer}" for path, layer in found]
+    leaves[path, layer] = ref if change is _as_stored else _changed(ref, change)
+  problems += [f"{base.raw.origin} has no matrix for {path}, layer {layer}" for path, layer in found]
   if problems:
     raise LayoutError(*problems[:8])
-  own = checkpoint.raw
-  nodes = {path: _changed_node(x, *changed[x]) if x in changed else x for path, x in own.nodes.items()}
-  return dataclasses.replace(own, nodes=nodes)
+  return base.with_params(leaves)
+
+
+def _changed(ref: Ref, change: Callable[[np.ndarray], np.ndarray]) -> Ref:
+  """A layer that is changed when it is read."""
+
+  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+    return change(ref.read())[index or ...]
+
+  return Ref(StoredArray(ref.array.path, ref.shape, ref.dtype, read))
 
 
 def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
@@ -112,19 +118,3 @@ def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.
   plain, narrow = labelled(_as_stored), labelled(lambda made: adapters.attach(made, keys))
   matrices = {label: v.get_metadata()["matrix"] for label, v in plain.items() if label not in narrow}
   return {label: functools.partial(restored, *matrix) for label, matrix in matrices.items()}
-
-
-def _changed_node(array: StoredArray, axis: int, changes: dict[int | None, Callable]) -> StoredArray:
-  whole = [slice(0, size) for size in array.shape]
-
-  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
-    index = tuple(whole) if index is None else index
-    if None in changes:
-      return changes[None](array.read(None))[index]
-    out = []
-    for layer in range(*index[axis].indices(array.shape[axis])):  # one in memory at a time
-      w = array.read((*whole[:axis], slice(layer, layer + 1), *whole[axis + 1 :])).squeeze(axis)
-      out.append(changes.get(layer, _as_stored)(w)[index[:axis] + index[axis + 1 :]])
-    return np.stack(out, axis)
-
-  return dataclasses.replace(array, read=read)

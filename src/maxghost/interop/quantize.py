@@ -7,103 +7,92 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from maxghost import config
-from maxghost.checkpoint.layouts import ReadOptions, read_checkpoint, without_value
-from maxghost.checkpoint.layouts_layers import blocks_of
-from maxghost.checkpoint.layouts_store import LayoutError, RawTree, StoredArray, full_path
+from maxghost.checkpoint.layouts import Checkpoint, read_checkpoint
+from maxghost.checkpoint.layouts_layers import Ref, blocks_of
+from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path
 from maxghost.config.arguments import Parser
 from maxghost.config.schema import WEIGHTS_ONLY, ModelConfig
-from maxghost.config.values import guarded
+from maxghost.config.values import guarded, slash_path
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import model_path
 from maxghost.interop.convert import DEFAULT_RAM_BYTES, RAM_ARGUMENT, written
 from maxghost.interop.convert_plan import Target, make_plan
 from maxghost.interop.huggingface import open_tree
-from maxghost.interop.linen_scaling import read_unscaled
+from maxghost.interop.linen_scaling import unscaled
 
 _PIECE = 1 << 22
 
 
-def quantized(raw: RawTree, model: ModelConfig, quantization: str) -> RawTree:
+def quantized(checkpoint: Checkpoint, model: ModelConfig, quantization: str) -> Checkpoint:
   """The model of any layout with the parts of its matrices in their place, made as they are read. Imports JAX.
 
-  Raises LayoutError where the checkpoint has no such matrix, or as `read_unscaled`.
+  checkpoint: with heads as maxghost has them, see `linen_scaling.unscaled`. Raises LayoutError where it has no
+  such matrix.
   """
-  from flax import nnx
+  import jax
 
   from maxghost import models
-  from maxghost.adapters.quantized import NAMES, matrix_axes, places
+  from maxghost.adapters.quantized import NAMES, matrix_axes, places, quantize
 
-  checkpoint = read_unscaled(raw, model)
-  plain = nnx.eval_shape(lambda: models.create(dataclasses.replace(model, quantization=""), rngs=nnx.Rngs(0)))
+  plain = models.create_abstract(dataclasses.replace(model, quantization=""))
   found = {
     re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): (form, *matrix_axes(module))
     for label, (module, _, form) in places(plain, quantization).items()
   }
-  refs = [("/".join(path), ref) for (path, _), ref in checkpoint.params.leaves.items()]
-  held = {x.array: (None if x.index is None else x.axis, *found[label]) for label, x in refs if label in found}
-  if missing := found.keys() - {label for label, _ in refs}:
-    raise LayoutError(f"{raw.origin} has no {min(missing)}, which {quantization} narrows")
-  nodes = {}
-  for path, node in checkpoint.raw.nodes.items():
-    if node not in held:
-      nodes[path] = node
+  if missing := found.keys() - {slash_path(path) for path, _ in checkpoint.params.leaves}:
+    raise LayoutError(f"{checkpoint.raw.origin} has no {min(missing)}, which {quantization} narrows")
+  leaves, runs = {}, {}  # a program for the layers of a matrix
+  for (path, layer), ref in checkpoint.params.leaves.items():
+    if (label := slash_path(path)) not in found:
+      leaves[path, layer] = ref
       continue
-    own = without_value(path)
-    for name in NAMES[held[node][1]]:
-      new = name if own[-1] in ("kernel", "embedding") else f"{own[-1]}_{name}"  # of experts, after their name
-      place = (*own[:-1], new, *path[len(own) :])
-      nodes[place] = _part(dataclasses.replace(node, path=place), node, name, *held[node])
-  return dataclasses.replace(checkpoint.raw, nodes=nodes)
+    form, in_axes, out_axes = found[label]
+    if label not in runs:
+      how = {"qtype": form, "depth": 0, "in_axes": in_axes, "what": ref.array.name}
+      runs[label] = jax.jit(functools.partial(quantize, **how))
+    lead = len(ref.shape) - in_axes - out_axes
+    along = lead if form == "table" else -1 if out_axes == 1 else None
+    for name in NAMES[form]:
+      new = name if path[-1] in ("kernel", "embedding") else f"{path[-1]}_{name}"  # of experts, after their name
+      leaves[(*path[:-1], new), layer] = _part(ref, name, runs[label], lead, along)
+  return checkpoint.with_params(leaves)
 
 
-def _part(like: StoredArray, source: StoredArray, name: str, axis: int | None, form: str, in_axes: int, out_axes: int):
-  """A part of a matrix, or of a stack of matrices along `axis` and of experts, quantised one by one as it is read.
+def _part(ref: Ref, name: str, run: Callable[[np.ndarray], Mapping[str, Any]], lead: int, along: int | None) -> Ref:
+  """The part `name` of a matrix, or of those of all experts, which `run` quantises one by one as they are read.
 
-  Where a matrix has one axis of outputs (a table: of rows), those asked for are read, _PIECE numbers at a time.
+  lead: number of expert axes. along: the axis of rows or outputs that are quantised independently of each other. Those
+  asked for are read, _PIECE numbers at a time; None reads whole matrices.
   """
   import jax
 
-  from maxghost.adapters.quantized import quantize
-
-  run = jax.jit(functools.partial(quantize, qtype=form, depth=0, in_axes=in_axes, what=source.name))
-  inner = [size for i, size in enumerate(source.shape) if i != axis]
-  lead = len(inner) - in_axes - out_axes
-  one = jax.eval_shape(run, jax.ShapeDtypeStruct(tuple(inner[lead:]), source.dtype))[name]
-  shape = [*inner[:lead], *one.shape]
-  place = None if axis is None else min(axis, len(shape))
-  if axis is not None and place is not None:
-    shape.insert(place, source.shape[axis])
-  along = 0 if form == "table" else -1 if out_axes == 1 else None  # axis of matrix and part that is cut into pieces
-  step = max(1, _PIECE * inner[lead:][along] // math.prod(inner[lead:])) if along is not None else 0
+  matrix = ref.shape[lead:]
+  one = jax.eval_shape(run, jax.ShapeDtypeStruct(matrix, ref.dtype))[name]
+  shape, chunk = (*ref.shape[:lead], *one.shape), [*(1,) * lead, *one.shape]
+  if along is not None:
+    chunk[along] = max(1, _PIECE * ref.shape[along] // math.prod(matrix))
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
-    whole = [slice(*(index[i] if index else slice(None)).indices(size)) for i, size in enumerate(shape)]
-    wanted = (slice(0, 1) if place is None else whole.pop(place), *whole)
+    wanted = [slice(*s.indices(size)) for s, size in zip(index or [slice(None)] * len(shape), shape, strict=True)]
     out = np.empty([s.stop - s.start for s in wanted], one.dtype)
-    chunk = [*out.shape[1 + lead :]]
-    if along is not None:
-      chunk[along] = step
-    for block in blocks_of(out.shape, (1,) * (1 + lead) + tuple(chunk)):
-      layer, *asked = (slice(b.start + s.start, b.stop + s.start) for b, s in zip(block, wanted, strict=True))
-      matrix, taken = [slice(0, size) for size in inner[lead:]], asked[lead:]
+    for block in blocks_of(out.shape, tuple(chunk)):
+      asked = [slice(b.start + s.start, b.stop + s.start) for b, s in zip(block, wanted, strict=True)]
+      source = [*asked[:lead], *(slice(0, size) for size in matrix)]
       if along is not None:
-        matrix[along], taken[along] = taken[along], slice(None)
-      places = [*asked[:lead], *matrix]
-      if axis is not None:
-        places.insert(axis, layer)
-      w = source.read(tuple(places))
-      part = run(w.reshape([n for i, n in enumerate(w.shape) if i != axis][lead:]))[name]
-      out[block] = np.asarray(part)[tuple(taken)]
-    return out[0] if place is None else np.moveaxis(out, 0, place)
+        source[along], asked[along] = asked[along], slice(None)
+      w = ref.read(tuple(source))
+      out[block] = np.asarray(run(w.reshape(w.shape[lead:]))[name])[tuple(asked[lead:])]
+    return out
 
-  return dataclasses.replace(like, shape=tuple(shape), dtype=np.dtype(one.dtype), read=read, chunk_nbytes=0)
+  return Ref(StoredArray((*ref.array.path, name), shape, np.dtype(one.dtype), read))
 
 
 def quantize_checkpoint(source: str | Path, target: str | Path, quantization: str, *,
@@ -121,7 +110,7 @@ def quantize_checkpoint(source: str | Path, target: str | Path, quantization: st
     raise LayoutError(f"{source} holds adapters; merge them first: maxghost checkpoint hf export {source} FOLDER")
   given = {"load_parameters_path": str(target), "load_full_state_path": ""}
   cfg = config.replace(cfg, quantization=quantization, run_name=target.name, **given)
-  made = read_checkpoint(quantized(open_tree(place.tree), cfg.model, quantization), ReadOptions(keep_unknown=True))
+  made = quantized(unscaled(read_checkpoint(open_tree(place.tree)), cfg.model), cfg.model, quantization)
   plan = make_plan(made, Target.of(cfg.model))
   with written(made, plan, target, has_level=True, ram_bytes=ram_bytes, params_only=True) as temporary:
     if (data := cfg.data).tokenizer_path or data.tokenizer_type == "byte":
