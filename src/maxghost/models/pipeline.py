@@ -23,7 +23,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxghost.models import autodiff, moe
-from maxghost.models.streaming import fetch, join_floats, separate_floats
+from maxghost.models.autodiff import join
+from maxghost.models.streaming import fetch, separate_floats
 from maxghost.parallel import shardings
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.stages import AXIS, Stages, ring, to_run, to_store
@@ -68,7 +69,7 @@ def run(body: Callable, x, scanned, inputs):
 
     return pipe.map(local, (SHARED, STACKED, SHARED), SHARED)(jax.tree.map(_summable, x), scanned, inputs)
   floats, others = separate_floats(scanned)
-  layered = lambda floats, others: pipe.chunks(join_floats(floats, others))  # noqa: E731
+  layered = lambda floats, others: pipe.chunks(join(floats, others))  # noqa: E731
 
   def forward(x, floats, others, inputs):
     def local(x, floats, others, inputs):
@@ -188,7 +189,7 @@ class Pipe(NamedTuple):
 
     def one(cotangent, scanned):
       x, (floats, others) = scanned
-      _, pull = jax.vjp(lambda x, floats: body(x, join_floats(floats, others), inputs), x, floats)
+      _, pull = jax.vjp(lambda x, floats: body(x, join(floats, others), inputs), x, floats)
       return pull(cotangent)
 
     def chunk(_, scanned):
