@@ -57,7 +57,7 @@ class Rows:
   partial: bool = dataclasses.field(default=False, metadata={"static": True})
 
   @classmethod
-  def sort(cls, index_BTk, num_experts: int, first_expert=None) -> "Rows":
+  def sort(cls, index_BTk, num_experts: int, first_expert) -> "Rows":
     """first_expert: index of the first one where `num_experts` are only some of the experts; None: all of them."""
     expert_of_pair = index_BTk.reshape(-1)
     if first_expert is not None:
@@ -275,7 +275,7 @@ class RoutedMoe(nnx.Module):
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
     return find_split(self, x_BTD.shape).run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
 
-  def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
+  def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert):
     """`experts` by sorted rows. first_expert: of params that hold only some; choices of others then add nothing."""
     rows = Rows.sort(index_BTk, num_held(params), first_expert)
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)
