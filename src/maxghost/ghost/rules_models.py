@@ -136,7 +136,8 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
 # narrow arrays of adapters are summed over the parts, like the layer's output.
 def _use(module, split: moe.Split, values: dict, *arrays):
   def local(params, *tokens):
-    rows, used = _use_of_device(module, params, *split.gather(*tokens), split.first_expert(params))
+    x, index, weight, b = split.gather(*tokens)
+    rows, used = _use_of_device(module, params, x, index, weight, b, split.first_expert(params))
     for name in used:
       if split.width and "_lora_" in name and not any(moe.is_wide(name)):
         x_R, g_R = used[name]

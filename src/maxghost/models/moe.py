@@ -142,12 +142,11 @@ class Split:
   def run(self, experts: Callable, params: dict, x_BTD, index_BTk, weight_BTk):
     """Runs `experts(params, x, index, weight, first_expert)` on every device; whole arrays in and out."""
 
-    def local(params, x, index, weight):
-      first = self.first_expert(params)
+    def local(params, *tokens):
       if "wo_bias" in params and self.width:  # on only one of the devices whose outputs are summed
         bias = params["wo_bias"]
         params = params | {"wo_bias": jnp.where(self.is_first, bias, jnp.zeros_like(bias))}
-      return self.sum(experts(params, *self.gather(x, index, weight), first))
+      return self.sum(experts(params, *self.gather(*tokens), self.first_expert(params)))
 
     specs = {name: self.param(name) for name in params}
     return self.map(local, (specs, *[self.tokens] * 3), self.tokens)(params, x_BTD, index_BTk, weight_BTk)
