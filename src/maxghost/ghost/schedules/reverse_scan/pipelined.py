@@ -140,7 +140,7 @@ class Passed:
         return None, jax.lax.scan(back, self._parted(cotangents), (inputs, layers), reverse=True)[1]
 
       inputs, cotangents = zip(*kept, strict=True)
-      _, out = jax.lax.scan(chunk, None, (pipe.by_chunk(inputs), cotangents, here))
+      _, out = jax.lax.scan(chunk, None, (inputs, cotangents, here))
       return pipe.stored(out)
 
     batches, small = [rows.batch for rows in self.batches], (layers.scalars, layers.probes)
