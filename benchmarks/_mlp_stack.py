@@ -93,7 +93,7 @@ def make(cfg: Config):
       schedule="reverse_scan",
       model=schedules.Model(graphdef, params, rest),
       loss=MeanSquare(),
-      val_loss=MeanSquare(),
+      val_losses=(MeanSquare(),),
       batch=batch,
       val_batches=val_batches,
       twin=twin,
