@@ -41,10 +41,7 @@ class MlpStack(nnx.Module):
 
   def __call__(self, x_BTD):
     cfg = self.cfg
-    return stack.run(
-      self.layers, x_BTD, (), num_layers=cfg.base_num_decoder_layers, remat_policy=cfg.remat_policy,
-      segment_lengths=cfg.segment_lengths,
-    )  # fmt: skip
+    return stack.run(self.layers, x_BTD, (), remat_policy=cfg.remat_policy, segment_lengths=cfg.segment_lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +93,7 @@ def make(cfg: Config):
       schedule="reverse_scan",
       model=schedules.Model(graphdef, params, rest),
       loss=MeanSquare(),
-      val_loss=MeanSquare(),
+      val_losses=(MeanSquare(),),
       batch=batch,
       val_batches=val_batches,
       twin=twin,

@@ -218,8 +218,9 @@ class Steps:
       known = Validation(jnp.tile(val_loss, len(bends)), [directions[bend] for bend in bends])
       found = schedules.score(
         Problem(
-          schedule="two_pass", model=model, loss=loss, val_loss=loss, batch=batch, val_batches=(val,) * len(bends),
-          twin=twin, parameters=twin.parameters, scored=tuple(p.label for p in twin.scored), rule=rule,
+          schedule="two_pass", model=model, loss=loss, batch=batch, val_losses=(loss,) * len(bends),
+          val_batches=(val,) * len(bends), twin=twin, parameters=twin.parameters,
+          scored=tuple(p.label for p in twin.scored), rule=rule,
           state=rule.read(opt_state, count=count, clip_factor=factor), validation=known,
         )
       )  # fmt: skip

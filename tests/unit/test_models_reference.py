@@ -217,7 +217,7 @@ def test_the_stack_runs_layers_in_order_with_their_own_keys():
 
   layers = stack.create(Layer, 5, nnx.Rngs(0))
   key = jax.random.key(9)
-  x = stack.run(layers, np.zeros(4, np.float32), (0.5,), num_layers=5, remat_policy="none", dropout_key=key)
+  x = stack.run(layers, np.zeros(4, np.float32), (0.5,), remat_policy="none", dropout_key=key)
   expected = np.zeros(4)
   for i in range(5):
     noise = jax.random.normal(jax.random.fold_in(key, i), (4,))

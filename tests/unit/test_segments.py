@@ -200,7 +200,6 @@ def test_a_pytree_is_carried():
       nnx.merge(graphdef, params),
       (jnp.ones((3, 5)), 0.0),
       (0.5,),
-      num_layers=4,
       remat_policy="none",
       segment_lengths=segment_lengths,
     )

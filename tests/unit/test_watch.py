@@ -82,7 +82,7 @@ def test_all_in_one_program(monkeypatch, capsys):
   assert codes == [1] and "step 3: starts train_step hangs in all processes" in said and "that of train_step" in said
 
 
-@pytest.mark.parametrize("limit", [8.0, None])
+@pytest.mark.parametrize("limit", [8.0, math.inf])
 def test_a_slow_or_unbounded_phase_is_no_hang(monkeypatch, capsys, limit):
   behind = lambda own: own | {"number": 1, "limit": limit, "seconds": 7.0}  # noqa: E731
   said, codes = watched(monkeypatch, capsys, {1: behind}, STEP, patience=0.5)
@@ -184,7 +184,7 @@ def test_limits_follow_the_longest_phase_of_a_kind(monkeypatch):
     assert one._phase.limit == (400.0 if step else watch.FIRST_SECONDS)
     clock[0] += seconds
   one(None, "saves a checkpoint")
-  assert one._phase.limit == math.inf and one._sign(1)["limit"] is None
+  assert one._phase.limit == math.inf and one._sign(1)["limit"] == math.inf
   one(2, "starts train_step", "train_step", bounded=True)
   assert one._phase.limit == 400.0 and one._sign(1)["doing"] == "step 2: starts train_step"
 

@@ -206,11 +206,10 @@ class QuantizedMoe(RoutedMoe):
     return dequantize({part: params[f"{name}_{part}"] for part in NAMES[self.qtype]}, self.qtype, self.dtype, 1)
 
   def experts(self, x_BTD, index_BTk, weight_BTk):
-    split = find_split(self, x_BTD.shape)
-    if split is not None and split.width:
+    if width := find_split(self, x_BTD.shape).width:
       said = f"{self.qtype} keeps the blocks of experts whole, but the mesh divides their width over"
       fix = "use ici_expert_parallelism, or lora_weight_qtype=bfloat16"
-      raise ConfigError(f"{said} {', '.join(split.width)}; {fix}")
+      raise ConfigError(f"{said} {', '.join(width)}; {fix}")
     return super().experts(x_BTD, index_BTk, weight_BTk)
 
   def _product(self, params, name, x_RI, rows):

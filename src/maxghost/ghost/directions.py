@@ -137,10 +137,10 @@ class ScoredParam:
       return factor
     depth, parameter = len(self.stack_shape), self.parameter
     inputs = depth + parameter.groups
-    place, dim = (inputs, factor.ndim - 2) if part == "left" else (inputs + parameter.rows, factor.ndim - 1)
+    dim, place = (factor.ndim - 2, inputs) if part == "left" else (factor.ndim - 1, inputs + parameter.rows)
+    places = {depth + 1 + i: depth + i for i in range(parameter.groups)} | {dim: place}
     shape = (*self.stack_shape, *self.shape)
-    groups = {depth + 1 + i: depth + i for i in range(parameter.groups)}
-    return constrain_factor(factor, dim, self.axes, shape, place, f"direction of {self.label}, {part}", groups)
+    return constrain_factor(factor, dim, places, self.axes, shape, f"direction of {self.label}, {part}")
 
 
 def factors(directions: Sequence[tuple[ScoredParam, Any]]) -> dict[str, tuple]:

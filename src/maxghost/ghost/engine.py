@@ -194,8 +194,9 @@ class GhostEngine:
         said = f"direction '{rule.direction}' needs {names} in state=; use AdamState.from_optax, or leave out with"
         raise ValueError(f"{said} ghost_exclude what its optimizer does: {', '.join(x for x in lacking if lacking[x])}")
       problem = schedules.Problem(
-        schedule=self._schedule, model=schedules.Model(graphdef, params, rest), val_loss=loss_fn,
-        loss=_counting(loss_fn, counted) if twin else loss_fn, batch=train_batch, val_batches=val_batches, twin=twin,
+        schedule=self._schedule, model=schedules.Model(graphdef, params, rest),
+        loss=_counting(loss_fn, counted) if twin else loss_fn, batch=train_batch, twin=twin,
+        val_losses=(loss_fn,) * len(val_batches), val_batches=val_batches,
         parameters=views, scored=scored, rule=rule, state=state, update=lambda grads: (state, delta), settings=settings,
       )  # fmt: skip
       out = schedules.score(problem)

@@ -117,15 +117,10 @@ def _cut_off(twin, values: dict, given: dict) -> dict:
 
 def _separate(args, kwargs):
   """(arrays, static leaves such as strings and flags, rebuild), with rebuild(arrays) -> (args, kwargs)."""
-  leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
-  is_array = [isinstance(x, ARRAYS[1:]) for x in leaves]
-
-  def rebuild(arrays):
-    stream = iter(arrays)
-    return jax.tree.unflatten(tree, [next(stream) if a else x for a, x in zip(is_array, leaves, strict=True)])
-
-  arrays, static = ([x for a, x in zip(is_array, leaves, strict=True) if a is kind] for kind in (True, False))
-  return arrays, tuple(x for x in static if x is not None), rebuild
+  found, others = autodiff.separate((args, kwargs), lambda x: isinstance(x, ARRAYS[1:]))
+  arrays, tree = jax.tree.flatten(found)
+  rebuild = lambda arrays: autodiff.join(jax.tree.unflatten(tree, arrays), others)  # noqa: E731
+  return arrays, tuple(jax.tree.leaves(others)), rebuild
 
 
 class LayerPasses:

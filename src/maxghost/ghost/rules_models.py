@@ -75,16 +75,14 @@ class RoutedMoeRule(Rule):
       return super().score(call, name, direction)
     split = moe.find_split(call.module, call.args[0].shape)
     if "use" not in call.memo:
-      whole: Any = call.values, *call.args, call.cotangent
-      call.memo["use"] = _use(call.module, *whole) if split is None else _use_on_mesh(call.module, split, *whole)
+      call.memo["use"] = _use(call.module, split, call.values, *call.args, call.cotangent)
     rows, used = call.memo["use"]
-    arguments = call.module, name, call.cotangent.shape[1]
-    arrays: Any = rows, *used[name.removesuffix("_bias")], direction
-    score_KnT = _token_scores(*arguments, *arrays) if split is None else _scores_on_mesh(*arguments, split, arrays)
+    x_RI, g_RO = used[name.removesuffix("_bias")]
+    score_KnT = _scores(call.module, name, call.cotangent.shape[1], split, rows, x_RI, g_RO, direction)
     return score_KnT if call.resolution == 2 else score_KnT.sum(2)
 
 
-def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert=None):
+def _use_of_device(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert):
   """(rows, {matrix: (its input x_RI, the cotangent of its output g_RO)}), by the layer's own pass and its backward."""
   rows = moe.Rows.sort(index_nTk, moe.num_held(params), first_expert)
   x_RD = rows.take(x_nTD.reshape(-1, x_nTD.shape[-1])).astype(module.dtype)
@@ -112,8 +110,8 @@ def _use(module, params: dict, x_nTD, index_nTk, weight_nTk, b_nTD, first_expert
   return rows, used
 
 
-def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> jax.Array:
-  """Scores of one Param by token, [K, n, length]; the factors of all sets share one product with x and one with g."""
+def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, direction: Direction) -> list:
+  """Scores of one Param by token, K x [n, length]; the factors of all sets share one product with x and one with g."""
   wide, precision = jnp.promote_types(g_RO.dtype, jnp.float32), rounding.plain(module.precision)
   if not name.endswith("_bias"):
     x_RI, g_RO = rounding.operands(module.precision_of(name), x_RI, g_RO)
@@ -131,15 +129,15 @@ def _token_scores(module, name: str, length: int, rows: moe.Rows, x_RI, g_RO, di
     x_Rq = rows.own(product(x_RI, left_EIq, rows.sizes_E, precision, wide))
     g_Rq = rows.own(product(g_RO, right_EqO, rows.sizes_E, precision, wide, contract=2))
     rows_KR = (x_Rq * g_Rq).reshape(-1, sets, rank).sum(-1).T
-  return jnp.stack([rows.sums(row_R).reshape(-1, length) for row_R in rows_KR])
+  return [rows.sums(row_R).reshape(-1, length) for row_R in rows_KR]
 
 
 # On a mesh each device scores the rows of its own experts, as in `moe.Split`. Where it holds a part of their width, the
 # narrow arrays of adapters are summed over the parts, like the layer's output.
-def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
-  def local(params, x, index, weight, b):
-    x, index, weight, b = split.gather(x, index, weight, b)
-    rows, used = _use(module, params, x, index, weight, b, split.first_expert(params))
+def _use(module, split: moe.Split, values: dict, *arrays):
+  def local(params, *tokens):
+    x, index, weight, b = split.gather(*tokens)
+    rows, used = _use_of_device(module, params, x, index, weight, b, split.first_expert(params))
     for name in used:
       if split.width and "_lora_" in name and not any(moe.is_wide(name)):
         x_R, g_R = used[name]
@@ -154,14 +152,14 @@ def _use_on_mesh(module, split: moe.Split, values: dict, *arrays):
   return split.map(local, (params, *[split.tokens] * 4), (whole, used))(values, *arrays)
 
 
-def _scores_on_mesh(module, name: str, length: int, split: moe.Split, arrays):
+def _scores(module, name: str, length: int, split: moe.Split, *arrays):
   parts = math.prod(split.mesh.shape[axis] for axis in split.length)
 
   def local(*arrays):
-    score_KnT = _token_scores(module, name, length // parts, *arrays)
+    scores = _token_scores(module, name, length // parts, *arrays)
     if not any(moe.is_wide(name)) and split.width:
-      score_KnT = jnp.where(split.is_first, score_KnT, 0)
-    return jnp.stack([split.sum(score_nT) for score_nT in score_KnT])
+      scores = [jnp.where(split.is_first, score_nT, 0) for score_nT in scores]
+    return jnp.stack([split.sum(score_nT) for score_nT in scores])
 
   whole, wide = PartitionSpec(split.sorted_rows), PartitionSpec(split.sorted_rows, split.width or None)
   inputs = [wide if flag else whole for flag in moe.is_wide(name.removesuffix("_bias"))]

@@ -83,6 +83,14 @@ def over_keys(shape, block: int, q, k, v, segments: tuple, at: tuple, start: Cal
   return lax.scan(query_block, None, jnp.arange(q.shape[3] // block))[1]
 
 
+def before_keys(sinks, rows: tuple[int, ...], width: int, wide):
+  """What `over_keys` starts from: three arrays of these rows, of which a sink (or None) is the first score."""
+  start = (jnp.full(rows, lowest(wide)), jnp.zeros(rows, wide))
+  if sinks is not None:
+    start = sinks.astype(wide), jnp.ones(rows, wide)
+  return *start, jnp.zeros((*rows, width), wide)
+
+
 def lowest(dtype):
   """In place of the score of a key that is not seen. Finite, so that differences of two are 0."""
   return jnp.asarray(-0.7 * jnp.finfo(dtype).max, dtype)
@@ -93,11 +101,7 @@ def _forward(shape, block, q, k, v, segments, sinks):
   wide, rows = jnp.promote_types(q.dtype, jnp.float32), (*q.shape[:3], block)
 
   def start(i):
-    if sinks is None:
-      total = jnp.full(rows, lowest(wide)), jnp.zeros(rows, wide)
-    else:
-      total = _cut(sinks, i, block, 3).astype(wide), jnp.ones(rows, wide)
-    return *total, jnp.zeros((*rows, v.shape[-1]), wide)
+    return before_keys(None if sinks is None else _cut(sinks, i, block, 3), rows, v.shape[-1], wide)
 
   def finish(highest, total, out):
     return (out / total[..., None]).astype(q.dtype), highest + jnp.log(total)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxghost.models import attention_blockwise, autodiff
-from maxghost.models.attention_blockwise import back_over_queries, lowest, over_keys, unblock
+from maxghost.models.attention_blockwise import back_over_queries, before_keys, over_keys, unblock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +94,7 @@ def attend(ring: Ring, shape, q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKG
 def _forward(ring: Ring, shape, q_N, k_N, v_N, segments_N, sinks_N):
   """(out, (the arguments, out, log-sum-exp of the scores and the sink [N, B, K, G, t] in float32 or wider))."""
   wide, rows, here = jnp.promote_types(q_N.dtype, jnp.float32), q_N.shape[:-1], ring.place
-  if sinks_N is None:
-    start = jnp.full(rows, lowest(wide)), jnp.zeros(rows, wide)
-  else:
-    start = sinks_N.astype(wide), jnp.ones(rows, wide)
-  state = (*start, jnp.zeros((*rows, v_N.shape[-1]), wide))
+  state = before_keys(sinks_N, rows, v_N.shape[-1], wide)
   own = q_N, segments_N, ring.starts(here, rows[-1])
 
   def read(state_N, keys_N, source):

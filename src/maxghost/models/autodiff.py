@@ -31,10 +31,8 @@ def barrier(*trees):
   """Returns the trees; inside `gradients_in_order`, no array is available before all of them are."""
   if not _in_order.get():
     return trees
-  leaves, tree = jax.tree.flatten(trees)
-  sized = [x.dtype != jax.dtypes.float0 for x in leaves]
-  held = iter(jax.lax.optimization_barrier([x for x, flag in zip(leaves, sized, strict=True) if flag]))
-  return jax.tree.unflatten(tree, [next(held) if flag else x for x, flag in zip(leaves, sized, strict=True)])
+  arrays, others = separate(trees, lambda x: x.dtype != jax.dtypes.float0)
+  return join(jax.lax.optimization_barrier(arrays), others)
 
 
 def after(tree, read):
@@ -48,6 +46,16 @@ def after(tree, read):
   total = sum(squares, jnp.zeros((), jnp.float32))
   never = total == jnp.finfo(total.dtype).min
   return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
+
+
+def separate(tree, chosen: Callable):
+  """(the tree of the chosen leaves, the tree of the others), None in place of the leaves that the other one has."""
+  return tuple(jax.tree.map(lambda x, flag=flag: x if chosen(x) == flag else None, tree) for flag in (True, False))
+
+
+def join(first, second):
+  """The inverse of `separate`."""
+  return jax.tree.map(lambda x, other: other if x is None else x, first, second, is_leaf=lambda x: x is None)
 
 
 def no_cotangent(x):

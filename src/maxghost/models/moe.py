@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from maxghost.config.schema import ModelConfig
 from maxghost.models.autodiff import no_cotangent, with_backward
@@ -57,7 +57,7 @@ class Rows:
   partial: bool = dataclasses.field(default=False, metadata={"static": True})
 
   @classmethod
-  def sort(cls, index_BTk, num_experts: int, first_expert=None) -> "Rows":
+  def sort(cls, index_BTk, num_experts: int, first_expert) -> "Rows":
     """first_expert: index of the first one where `num_experts` are only some of the experts; None: all of them."""
     expert_of_pair = index_BTk.reshape(-1)
     if first_expert is not None:
@@ -109,13 +109,13 @@ _of_expert = with_backward(lambda b_E, expert_R: (b_E[expert_R], (b_E, expert_R)
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """The mesh axes of the tokens' rows and positions, of the experts, and of their width.
+  """The mesh axes of the tokens' rows and positions, of the experts, and of their width; no mesh on one device.
 
   Devices that differ in their experts gather each other's tokens, each applies its own experts, and the sum over
   experts returns to the device of the token.
   """
 
-  mesh: Mesh
+  mesh: Any
   rows: tuple[str, ...]
   length: tuple[str, ...]
   experts: tuple[str, ...]
@@ -137,17 +137,16 @@ class Split:
     return PartitionSpec(*[None] * leading, self.experts or None, *(self.width or None if w else None for w in wide))
 
   def map(self, function: Callable, in_specs, out_specs) -> Callable:
-    return shardings.mapped(function, self.mesh, in_specs, out_specs)
+    return function if self.mesh is None else shardings.mapped(function, self.mesh, in_specs, out_specs)
 
   def run(self, experts: Callable, params: dict, x_BTD, index_BTk, weight_BTk):
     """Runs `experts(params, x, index, weight, first_expert)` on every device; whole arrays in and out."""
 
-    def local(params, x, index, weight):
-      first = self.first_expert(params)
+    def local(params, *tokens):
       if "wo_bias" in params and self.width:  # on only one of the devices whose outputs are summed
         bias = params["wo_bias"]
         params = params | {"wo_bias": jnp.where(self.is_first, bias, jnp.zeros_like(bias))}
-      return self.sum(experts(params, *self.gather(x, index, weight), first))
+      return self.sum(experts(params, *self.gather(*tokens), self.first_expert(params)))
 
     specs = {name: self.param(name) for name in params}
     return self.map(local, (specs, *[self.tokens] * 3), self.tokens)(params, x_BTD, index_BTk, weight_BTk)
@@ -167,8 +166,8 @@ class Split:
     return jax.lax.psum(y_BT, others) if others else y_BT
 
   def first_expert(self, params: dict):
-    """Index of the first expert of this device."""
-    return self._index(self.experts) * num_held(params)
+    """Index of the first expert of this device; None without a mesh."""
+    return None if self.mesh is None else self._index(self.experts) * num_held(params)
 
   @property
   def is_first(self):
@@ -196,10 +195,10 @@ def num_held(params: dict) -> int:
   return next(iter(params.values())).shape[0]
 
 
-def find_split(layer, x_shape: tuple[int, ...]) -> Split | None:
-  """How the layer's tokens [B, T, D] and Params lie on the mesh of the layout in use; None on one device."""
+def find_split(layer, x_shape: tuple[int, ...]) -> Split:
+  """How the layer's tokens [B, T, D] and Params lie on the mesh of the layout in use."""
   if (layout := shardings.across_devices()) is None:
-    return None
+    return Split(None, (), (), (), ())
   rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
   experts, width, _ = layout.rules.assign(_WO, layer.wo_shape, "experts")
   return Split(layout.mesh, rows, length, experts, width)
@@ -273,10 +272,9 @@ class RoutedMoe(nnx.Module):
     params = {name: v[...] for name, v in vars(self).items() if isinstance(v, nnx.Variable)}
     if not self.sparse:
       return self._experts_dense(params, x_BTD, index_BTk, weight_BTk)
-    split, arrays = find_split(self, x_BTD.shape), (params, x_BTD, index_BTk, weight_BTk)
-    return self.experts_sorted(*arrays) if split is None else split.run(self.experts_sorted, *arrays)
+    return find_split(self, x_BTD.shape).run(self.experts_sorted, params, x_BTD, index_BTk, weight_BTk)
 
-  def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert=None):
+  def experts_sorted(self, params: dict, x_BTD, index_BTk, weight_BTk, first_expert):
     """`experts` by sorted rows. first_expert: of params that hold only some; choices of others then add nothing."""
     rows = Rows.sort(index_BTk, num_held(params), first_expert)
     branches = self.branch_rows(params, rows.take(x_BTD.reshape(-1, x_BTD.shape[-1])), rows)

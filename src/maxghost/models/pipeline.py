@@ -23,7 +23,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxghost.models import autodiff, moe
-from maxghost.models.streaming import fetch, join_floats, separate_floats
+from maxghost.models.autodiff import join
+from maxghost.models.streaming import fetch, separate_floats
 from maxghost.parallel import shardings
 from maxghost.parallel.axis_rules import BATCH
 from maxghost.parallel.stages import AXIS, Stages, ring, to_run, to_store
@@ -68,7 +69,7 @@ def run(body: Callable, x, scanned, inputs):
 
     return pipe.map(local, (SHARED, STACKED, SHARED), SHARED)(jax.tree.map(_summable, x), scanned, inputs)
   floats, others = separate_floats(scanned)
-  layered = lambda floats, others: pipe.chunks(join_floats(floats, others))  # noqa: E731
+  layered = lambda floats, others: pipe.chunks(join(floats, others))  # noqa: E731
 
   def forward(x, floats, others, inputs):
     def local(x, floats, others, inputs):
@@ -105,7 +106,7 @@ def _summable(x):
 class Pipe(NamedTuple):
   """A pipeline for batches of one size. All methods but `map` are for use inside it.
 
-  Layers inside: trees [R, k, ...] of `chunks`; `kept`: inputs of a stage's layers, [R k, B, ...].
+  Layers inside: trees [R, k, ...] of `chunks`; `kept`: inputs of a stage's layers, [R, k, B, ...].
   """
 
   layout: Any
@@ -181,14 +182,14 @@ class Pipe(NamedTuple):
 
     place = self.num_stages - 1 - jax.lax.axis_index(AXIS)
     below, found = self._drive(chunk, cotangent, self._blank(cotangent, 1), place, -1)
-    return self._rows(below, self.num_stages - 1), self._kept(found)
+    return self._rows(below, self.num_stages - 1), jax.tree.map(lambda x: x.squeeze(1), self._kept(found))
 
   def gradients(self, body: Callable, kept, cotangents, layers, inputs):
     """Gradients of the floats of this stage's layers, [R, k, ...], from all rows."""
 
     def one(cotangent, scanned):
       x, (floats, others) = scanned
-      _, pull = jax.vjp(lambda x, floats: body(x, join_floats(floats, others), inputs), x, floats)
+      _, pull = jax.vjp(lambda x, floats: body(x, join(floats, others), inputs), x, floats)
       return pull(cotangent)
 
     def chunk(_, scanned):
@@ -196,12 +197,8 @@ class Pipe(NamedTuple):
       return None, jax.lax.scan(one, cotangent, (x, separate_floats(layers)), reverse=True)[1]
 
     with moe.counted_by(self.num_micro):
-      _, found = jax.lax.scan(chunk, None, (self.by_chunk(kept), cotangents, layers))
+      _, found = jax.lax.scan(chunk, None, (kept, cotangents, layers))
     return found
-
-  def by_chunk(self, tree):
-    """[R k, ...] -> [R, k, ...]"""
-    return jax.tree.map(lambda x: x.reshape(self.repeats, -1, *x.shape[1:]), tree)
 
   def _drive(self, chunk: Callable, x, kept, place, step: int):
     """Sends every micro-batch R times around: (what came back to the stage of place 0, [b, M, ...]; kept).
@@ -279,15 +276,15 @@ class Pipe(NamedTuple):
     return jax.tree.map(zeros, x)
 
   def _kept(self, tree):
-    """[R, k, b, slots, ...] -> [R k, B, ...]"""
-    return jax.tree.map(lambda x: x[:, :, :, : self.num_micro].reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), tree)
+    """[R, k, b, slots, ...] -> [R, k, B, ...]"""
+    return jax.tree.map(lambda x: x[:, :, :, : self.num_micro].reshape(*x.shape[:2], -1, *x.shape[4:]), tree)
 
   def _micro_kept(self, tree):
     """The inverse of `_kept`."""
     fill = [(0, 0)] * 3 + [(0, self.slots - self.num_micro)]
 
     def cut(x):
-      x = x.reshape(self.repeats, -1, x.shape[1] // self.num_micro, self.num_micro, *x.shape[2:])
+      x = x.reshape(*x.shape[:2], -1, self.num_micro, *x.shape[3:])
       return jnp.pad(x, fill + [(0, 0)] * (x.ndim - 4), mode="edge") if fill[3][1] else x
 
     return jax.tree.map(cut, tree)

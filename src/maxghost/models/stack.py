@@ -29,16 +29,15 @@ def create(make_layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: 
   return layers
 
 
-def run(
-  layers, x, layer_inputs: tuple, *, num_layers: int, remat_policy: str, dropout_key=None, segment_lengths: tuple = ()
-):
+def run(layers, x, layer_inputs: tuple, *, remat_policy: str, dropout_key=None, segment_lengths: tuple = ()):
   """Runs x, a pytree of arrays, through stacked `layers`; returns the last one's output, with shapes and dtypes of x.
 
   Each layer is called as layer(x, *layer_inputs, key), key being dropout_key folded with the layer's index, or None.
   remat_policy: auto | none | minimal | full, inside each layer; see `resolve`. segment_lengths: see `segments.scan`.
   """
-  remat_policy = resolve(remat_policy, num_layers, bool(segment_lengths))
   graphdef, state = nnx.split(layers)
+  num_layers = jax.tree.leaves(state)[0].shape[0]
+  remat_policy = resolve(remat_policy, num_layers, bool(segment_lengths))
   apply = remat(lambda x, state, inputs, key: nnx.merge(graphdef, state)(x, *inputs, key), remat_policy)
 
   def body(x, scanned, shared):

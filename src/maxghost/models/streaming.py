@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.models import segments
-from maxghost.models.autodiff import no_cotangent
+from maxghost.models.autodiff import join, no_cotangent, separate
 from maxghost.parallel import shardings
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -100,7 +100,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
   shared_floats, shared_others = separate_floats(shared)
 
   def segment(carry, floats, shared_floats, others, shared_others):
-    xs, shared = join_floats(floats, others), join_floats(shared_floats, shared_others)
+    xs, shared = join(floats, others), join(shared_floats, shared_others)
     return segments.scan(lambda c, x: (body(c, x, shared), None), carry, xs, segment_lengths[1:])[0]
 
   def through(carry, floats, shared_floats, others, shared_others):
@@ -120,7 +120,7 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
     def step(state, x, here):
       cotangent, shared_cotangents = state
       moving_here, still_here, others_here = here
-      apply = lambda c, own, all: segment(c, join_floats(own, still_here), all, others_here, shared_others)  # noqa: E731
+      apply = lambda c, own, all: segment(c, join(own, still_here), all, others_here, shared_others)  # noqa: E731
       _, pull = jax.vjp(apply, x, moving_here, shared_floats)
       cotangent, weights, added = pull(cotangent)
       return (cotangent, jax.tree.map(jnp.add, shared_cotangents, added)), like(weights, moving)
@@ -138,10 +138,5 @@ def scan(body: Callable, carry, xs, shared, segment_lengths: tuple[int, ...]):
 
 
 def separate_floats(tree):
-  """(the tree of the floats, the tree of the other leaves), None in place of the leaves that the other one has."""
-  is_float = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)  # noqa: E731
-  return tuple(jax.tree.map(lambda x, kind=kind: x if is_float(x) == kind else None, tree) for kind in (True, False))
-
-
-def join_floats(floats, others):
-  return jax.tree.map(lambda x, other: other if x is None else x, floats, others, is_leaf=lambda x: x is None)
+  """(the tree of the floats, the tree of the other leaves), see `autodiff.separate`."""
+  return separate(tree, lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact))

@@ -43,9 +43,8 @@ class Decoder(nnx.Module):
   def __call__(self, hidden: Hidden, positions_BT, segment_ids_BT, dropout_key=None) -> Hidden:
     """Runs the input of the first layer through all layers."""
     if self.scan_layers:
-      options: Any = {"num_layers": self.num_layers, "remat_policy": self.remat_policy, "dropout_key": dropout_key}
-      inputs = positions_BT, segment_ids_BT
-      return stack.run(self.layers, hidden, inputs, segment_lengths=self.segment_lengths, **options)
+      options: Any = {"remat_policy": self.remat_policy, "segment_lengths": self.segment_lengths}
+      return stack.run(self.layers, hidden, (positions_BT, segment_ids_BT), dropout_key=dropout_key, **options)
     for i in range(self.num_layers):
       key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
       arguments = hidden, positions_BT, segment_ids_BT, key

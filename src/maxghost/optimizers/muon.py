@@ -286,8 +286,8 @@ def _placed(matrix: Matrix, x):
   if axes is None or len(axes) != x.ndim:
     return view
   groups = view.ndim - 2
-  place, dim = (groups, groups) if view.shape[-2] > view.shape[-1] else (groups + matrix.rows, groups + 1)
-  return constrain_factor(view, dim, axes, x.shape, place, "a matrix of Muon", {i: i for i in range(groups)})
+  dim, place = (groups, groups) if view.shape[-2] > view.shape[-1] else (groups + 1, groups + matrix.rows)
+  return constrain_factor(view, dim, {i: i for i in range(groups)} | {dim: place}, axes, x.shape, "a matrix of Muon")
 
 
 def _like(tree, labelled: dict[str, Any]):

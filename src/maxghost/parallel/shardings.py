@@ -212,25 +212,23 @@ def constrain(x, axes: Sequence[str | None], label: str = "an activation"):
   return layout.constrain(x, axes, layout.spec(axes, x.shape, label), label)
 
 
-def constrain_factor(x, dim: int, axes: Sequence[str | None], shape: Sequence[int], place: int, label: str,
-                     others: Mapping[int, int] | None = None):  # fmt: skip
+def constrain_factor(x, dim: int, places: Mapping[int, int], axes: Sequence[str | None], shape: Sequence[int],
+                     label: str):  # fmt: skip
   """x, a factor of a tensor's matrix view, split like that tensor.
 
-  Dimension `dim` of x is split like dimension `place` of the tensor, and further over the mesh axes of FACTOR's rule as
-  far as they divide it. axes, shape, label: of the tensor. others: {dimension of x: the tensor's} of further common
-  dimensions, which are split alike.
+  places: {dimension of x: the tensor's} of common dimensions, which are split alike; `dim` of x, one of them, further
+  over the mesh axes of FACTOR's rule as far as they divide it. axes, shape, label: of the tensor.
   """
   if (layout := across_devices()) is None:
     return x
   layout.rules.check((FACTOR,), label)
   assigned = layout.rules.assign(axes, shape, label)
-  others = others or {}
-  split = {i: assigned[there] for i, there in others.items()}
-  spent = {axis for found in (assigned[place], *split.values()) for axis in found}
+  split = {i: assigned[there] for i, there in places.items()}
+  spent = {axis for found in split.values() for axis in found}
   further = [axis for axis in layout.rules.active(layout.rules.first(FACTOR)) if axis not in spent]
-  split[dim] = layout.rules.leading((*assigned[place], *further), x.shape[dim])
+  split[dim] = layout.rules.leading((*split[dim], *further), x.shape[dim])
   spec = partition_spec([split.get(i, ()) for i in range(x.ndim)])
-  named = {i: axes[there] for i, there in others.items()} | {dim: FACTOR}
+  named = {i: axes[there] for i, there in places.items()} | {dim: FACTOR}
   return layout.constrain(x, [named.get(i) for i in range(x.ndim)], spec, label)
 
 

@@ -131,9 +131,7 @@ class Watch:
   def _sign(self, beat: int) -> dict[str, Any]:
     phase, frame = self._phase, sys._current_frames().get(threading.main_thread().ident or 0)
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else ""
-    # JSON has no infinity.
-    return phase._asdict() | {"beat": beat, "seconds": time.monotonic() - phase.since, "line": line,
-                              "limit": phase.limit if phase.limit < math.inf else None}  # fmt: skip
+    return phase._asdict() | {"beat": beat, "seconds": time.monotonic() - phase.since, "line": line}
 
   def _name_silent(self, now: float) -> None:
     """In process 0: names each process without a sign of life, before JAX ends the run with a stack of its own."""
@@ -150,9 +148,9 @@ class Watch:
       return ""
     last = min(sign["number"] for sign, _ in self._heard.values())
     late = {process: pair for process, pair in self._heard.items() if pair[0]["number"] == last}
-    sign, came = max(late.values(), key=lambda pair: pair[0]["seconds"] - (pair[0]["limit"] or math.inf))
+    sign, came = max(late.values(), key=lambda pair: pair[0]["seconds"] - pair[0]["limit"])
     seconds = sign["seconds"] + (now - came if now - came > self._silent_seconds else 0)
-    if sign["limit"] is None or seconds <= sign["limit"]:
+    if seconds <= sign["limit"]:
       return ""
     waiting = [sign for process, (sign, _) in self._heard.items() if process not in late]
     program = next((other["program"] for other in waiting if other["program"]), sign["program"])

@@ -21,6 +21,7 @@ from maxghost.ghost.attach import Twin, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.engine import direction_spec
 from maxghost.ghost.schedules import Model, Problem, Scored, Secant, Settings, Stored, passes
+from maxghost.ghost.schedules.base import of_each_set
 from maxghost.models import autodiff, streaming
 from maxghost.objectives import Objective, create, of_validation
 from maxghost.parallel.axis_rules import BATCH
@@ -57,8 +58,9 @@ class Scorer:
     state = rule_state(self.cfg, self.rule, train_state)
     stored, secant = self._earlier(train_state, optimizers.by_label(split.params))
     return Problem(
-      schedule=ghost.ghost_schedule, model=split, loss=step_loss, val_loss=of_validation(self.cfg), batch=batch,
-      val_batches=val_batches, twin=self.twin, parameters=self.twin.parameters,
+      schedule=ghost.ghost_schedule, model=split, loss=step_loss, batch=batch,
+      val_losses=of_each_set(of_validation(self.cfg), val_batches), val_batches=val_batches,
+      twin=self.twin, parameters=self.twin.parameters,
       scored=tuple(p.label for p in self.twin.scored), rule=optimizers.direction_rule(optimizer, ghost.direction),
       state=state, update=lambda grads: self._update(train_state, grads, state), validation=stored, secant=secant,
       account=self.rule,

@@ -85,10 +85,9 @@ class Secant:
 class Problem:
   """One scored step.
 
-  schedule: a name in `schedules.SCHEDULES`. loss, val_loss: `loss(model, batch) -> (losses, weights)` of the training
-    and of the validation rows; a tuple where the validation sets have losses of their own.
-  val_batches: one for each validation set. twin: None for schedules without scoring rules. parameters: by label.
-  scored: labels of the scored ones.
+  schedule: a name in `schedules.SCHEDULES`. loss: `loss(model, batch) -> (losses, weights)` of the training rows.
+  val_losses, val_batches: one for each validation set. twin: None for schedules without scoring rules. parameters: by
+    label. scored: labels of the scored ones.
   rule: forms directions from the whole training gradient, in schedules without scoring rules and for a twin whose
     directions are `early`. Otherwise the twin's own rule does.
   state: the optimizer's before the step, with an assumed clipping factor; None if no rule reads it.
@@ -100,7 +99,7 @@ class Problem:
   schedule: str
   model: Model
   loss: Callable
-  val_loss: Losses
+  val_losses: tuple[Any, ...]
   batch: Any
   val_batches: tuple
   twin: Twin | None
@@ -113,11 +112,6 @@ class Problem:
   secant: Secant | None = None
   account: UpdateRule | None = None
   settings: Settings = Settings()
-
-  @property
-  def val_losses(self) -> tuple[Any, ...]:
-    """The loss of each validation set."""
-    return of_each_set(self.val_loss, self.val_batches)
 
 
 def of_each_set(loss_fn: Losses, batches: tuple) -> tuple[Any, ...]:

@@ -64,7 +64,7 @@ def validation_gradients(model: Model, loss_fn: Losses, batches: tuple):
 
 def validation(problem: Problem) -> Validation:
   """The validation gradients of this step, known or new."""
-  known, rows = problem.validation, (problem.model, problem.val_loss, problem.val_batches)
+  known, rows = problem.validation, (problem.model, problem.val_losses, problem.val_batches)
   if isinstance(known, Validation):
     return known
   if known is None:
@@ -87,7 +87,7 @@ def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.S
   """
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if delta is not None:
-    gradients = second_order_gradients(problem.model, problem.val_loss, problem.val_batches, gradients, delta)
+    gradients = second_order_gradients(problem.model, problem.val_losses, problem.val_batches, gradients, delta)
   labelled = extrapolated(problem.secant, [by_label(g) for g in gradients])
   scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
 

@@ -130,13 +130,10 @@ def pull_in_order(function: Callable, arguments: tuple, cotangent):
   vjp = SavedVjp(function)
   _, saved = vjp.forward(*arguments)
   limit = max(x.nbytes for x in jax.tree.leaves(cotangent)) // _SMALL
-  small = [jnp.issubdtype(x.dtype, jnp.floating) and x.nbytes <= limit for x in saved]
-  statistics = [x for x, flag in zip(saved, small, strict=True) if flag]
-  statistics, cotangent = jax.lax.optimization_barrier((statistics, cotangent))
-  ready = iter(statistics)
-  saved = [next(ready) if flag else x for x, flag in zip(saved, small, strict=True)]
+  small, others = autodiff.separate(saved, lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.nbytes <= limit)
+  small, cotangent = jax.lax.optimization_barrier((small, cotangent))
   with autodiff.gradients_in_order():
-    return vjp.backward(saved, cotangent, *arguments)
+    return vjp.backward(autodiff.join(small, others), cotangent, *arguments)
 
 
 class Rows:

@@ -23,10 +23,10 @@ from maxghost.optimizers import RuleState
 
 
 class Passage(NamedTuple):
-  """Batches that pass through the stages together. places: their indices among all batches. pipes: one for each batch,
-  all with the same number of rows per micro-batch; `whole` is the pipe of all their micro-batches."""
+  """Adjacent batches that pass through the stages together. first: the first one's index among all batches. pipes: one
+  for each, all with the same number of rows per micro-batch; `whole` is the pipe of all their micro-batches."""
 
-  places: tuple[int, ...]
+  first: int
   pipes: tuple[Pipe, ...]
 
   @property
@@ -34,7 +34,7 @@ class Passage(NamedTuple):
     return self.pipes[0]._replace(num_micro=sum(pipe.num_micro for pipe in self.pipes))
 
   def of(self, items: Sequence) -> list:
-    return [items[i] for i in self.places]
+    return list(items[self.first : self.first + len(self.pipes)])
 
   def join(self, batches: Sequence) -> Any:
     """One tree of all their rows, from one tree [B, ...] for each batch; inside `Pipe.map`."""
@@ -63,9 +63,9 @@ def passages(num_layers: int, num_rows: Sequence[int]) -> list[Passage]:
   pipes = [Pipe.of(num_layers, rows) for rows in num_rows]
   size = num_rows[-1] // pipes[-1].num_micro
   if any(rows % size for rows in num_rows):
-    return [Passage((i,), (pipe,)) for i, pipe in enumerate(pipes)]
+    return [Passage(i, (pipe,)) for i, pipe in enumerate(pipes)]
   together = tuple(pipe._replace(num_micro=rows // size) for pipe, rows in zip(pipes, num_rows, strict=True))
-  return [Passage(tuple(range(len(together))), together)]
+  return [Passage(0, together)]
 
 
 class Passed:
@@ -75,8 +75,7 @@ class Passed:
     self.batches, self.layers = batches, batches[0].layers
     rows = [jax.tree.leaves(x)[0].shape[0] for x in embedded]
     self.passages = passages(self.layers.stacked()[2].shape[0], rows)
-    found = {}
-    self.kept = []
+    self.outputs, self.kept = [], []
     for passage in self.passages:
       own = passage.of(embedded), passage.of(self._inputs)
 
@@ -87,9 +86,8 @@ class Passed:
 
       specs = (SHARED, SHARED, STACKED), (SHARED, STACKED)
       outputs, kept = passage.whole.map(local, *specs)(*own, self.layers.stacked())
-      found |= dict(zip(passage.places, outputs, strict=True))
+      self.outputs += outputs
       self.kept.append(kept)
-    self.outputs = [found[i] for i in range(len(batches))]
 
   @property
   def _inputs(self) -> list:
@@ -101,7 +99,7 @@ class Passed:
 
   def back(self, cotangents: Pair) -> tuple[Any, Pair]:
     """As `walk.back`, from the cotangents of the outputs."""
-    given, below, kept = [*cotangents.val, cotangents.train], {}, []
+    given, below, kept = [*cotangents.val, cotangents.train], [], []
     for passage, inputs_kept in zip(self.passages, self.kept, strict=True):
 
       def local(cotangents, inputs, kept, stacked, passage=passage):
@@ -113,9 +111,9 @@ class Passed:
       own = passage.of(given), passage.of(self._inputs), inputs_kept, self.layers.stacked()
       specs = (SHARED, SHARED, STACKED, STACKED), (SHARED, STACKED)
       cotangents_below, found = passage.whole.map(local, *specs)(*own)
-      below |= dict(zip(passage.places, cotangents_below, strict=True))
+      below += cotangents_below
       kept.append((inputs_kept, found))
-    return self._walk(kept), Pair(tuple(below[i] for i in range(len(given) - 1)), below[len(given) - 1])
+    return self._walk(kept), Pair(tuple(below[:-1]), below[-1])
 
   def _walk(self, kept: list) -> dict:
     """What `layer.training_back` returns, of all layers. kept: what `forward` and `backward` of each passage keep."""
@@ -142,7 +140,7 @@ class Passed:
         return None, jax.lax.scan(back, self._parted(cotangents), (inputs, layers), reverse=True)[1]
 
       inputs, cotangents = zip(*kept, strict=True)
-      _, out = jax.lax.scan(chunk, None, (pipe.by_chunk(inputs), cotangents, here))
+      _, out = jax.lax.scan(chunk, None, (inputs, cotangents, here))
       return pipe.stored(out)
 
     batches, small = [rows.batch for rows in self.batches], (layers.scalars, layers.probes)
@@ -153,24 +151,20 @@ class Passed:
 
   def _parted(self, trees: Sequence) -> list:
     """One tree for each batch, from one for each passage."""
-    found: dict[int, Any] = {}
-    for passage, tree in zip(self.passages, trees, strict=True):
-      found |= dict(zip(passage.places, passage.part(tree), strict=True))
-    return [found[i] for i in range(len(self.batches))]
+    return [part for passage, tree in zip(self.passages, trees, strict=True) for part in passage.part(tree)]
 
   def _layer(self, layers: Layers, rows: list[Rows], cotangents: list, inputs, layer) -> tuple[list, dict]:
     """(cotangents of a layer's inputs, what `layer.training_back` returns), from all rows."""
-    pipes = {i: pipe for one in self.passages for i, pipe in zip(one.places, one.pipes, strict=True)}
-    *val_inputs, train_input = self._parted(inputs)
+    pipes = [pipe for passage in self.passages for pipe in passage.pipes]
+    kept = [Kept(x) for x in self._parted(inputs)]
     below, gradients = [], []
-    for i, x in enumerate(val_inputs):
+    for i in range(len(rows) - 1):
       with moe.counted_by(pipes[i].num_micro):
-        of_set, (cotangent,) = layer_lib.validation_back(Pair((rows[i],), None), (cotangents[i],), (Kept(x),), layer)
+        of_set, (cotangent,) = layer_lib.validation_back(Pair((rows[i],), None), (cotangents[i],), (kept[i],), layer)
       below.append(cotangent)
       gradients += of_set
-    with moe.counted_by(pipes[len(val_inputs)].num_micro):
-      kept = Kept(train_input)
-      cotangent, out = layer_lib.training_back(rows[-1], cotangents[-1], kept, tuple(gradients), None, layer)
+    with moe.counted_by(pipes[-1].num_micro):
+      cotangent, out = layer_lib.training_back(rows[-1], cotangents[-1], kept[-1], tuple(gradients), None, layer)
     return [*below, cotangent], out
 
 
