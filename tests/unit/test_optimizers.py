@@ -62,6 +62,14 @@ def test_cosine_ends_at_the_final_rate_even_if_one_step_is_left(steps, warmup):
   assert rates(steps, lr_schedule_type="cosine", warmup_steps_fraction=warmup)[-1] == pytest.approx(FINAL, rel=1e-6)
 
 
+@pytest.mark.parametrize(("share", "last"), [(0.0, PEAK), (0.1, FINAL), (0.29, linear(1)), (1.0, FINAL)])
+def test_wsd_ends_at_the_final_rate_if_any_step_decays(share, last):
+  """Of ten steps: none, the last one, the last two, and all."""
+  actual = rates(10, lr_schedule_type="wsd", warmup_steps_fraction=0.0, wsd_decay_steps_fraction=share)
+  assert actual[-1] == pytest.approx(last, rel=1e-6)
+  assert actual[0] == pytest.approx(PEAK, rel=1e-6)
+
+
 def test_cosine_has_the_rates_that_a_maxtext_run_printed():
   """Three steps of maxtext 0.2.4: learning_rate=.05 learning_rate_final_fraction=.5 warmup_steps_fraction=0 steps=3."""
   cfg = OptimizerConfig(learning_rate=0.05, learning_rate_final_fraction=0.5, warmup_steps_fraction=0.0)

@@ -22,8 +22,8 @@ def learning_rate_schedule(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   if cfg.lr_schedule_type == "cosine" and rest > 1:
     after = optax.cosine_decay_schedule(peak, rest - 1, cfg.learning_rate_final_fraction)
   elif cfg.lr_schedule_type == "wsd":
-    decay = max(int(steps * cfg.wsd_decay_steps_fraction), 1)
-    down = optax.linear_schedule(peak, final, max(decay - 1, 1))
+    decay = int(steps * cfg.wsd_decay_steps_fraction)
+    down = optax.linear_schedule(peak, final, decay - 1) if decay > 1 else optax.constant_schedule(final)
     after = optax.join_schedules([optax.constant_schedule(peak), down], [rest - decay])
   else:  # constant, or cosine with only the last step after the warm-up
     after = optax.constant_schedule(peak if cfg.lr_schedule_type == "constant" else final)
