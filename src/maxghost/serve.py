@@ -83,8 +83,7 @@ def _open(args: argparse.Namespace) -> Any:
   from maxghost.serving.requests import Served
 
   say = functools.partial(print, file=sys.stderr)
-  most = cfg.model.trainable_position_size if cfg.model.trainable_position_size > 0 else sys.maxsize
-  size = args.cache or min(max(CACHE, cfg.data.max_target_length), most)
+  size = args.cache or generate.cache_size(cfg, 0, 0, max(CACHE, cfg.data.max_target_length))
   tokenizer = load_tokenizer(cfg.data.tokenizer_type, cfg.data.tokenizer_path)
   encoded = functools.partial(generate.encoded, chat=False, cfg=cfg, tokenizer=tokenizer)
   stop_ids = encoded(["a"])[1]  # a space alone may have no token
