@@ -105,10 +105,10 @@ def main(argv: list[str] | None = None) -> int:
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
   if corpus is None and args.data:
     corpus = Corpus(tuple(args.data), cfg.data, "--data", cfg.records)
-  print_notes(corpus.notes if corpus else ())
   if corpus is not None and next(corpus.batches(1), None) is None:
     raise ConfigError(f"--data {' '.join(args.data)}: these documents hold no text to score")
   asked: Any = Corpus(tuple(args.queries), cfg.data, "--queries", cfg.records) if args.queries else None
+  print_notes(note for one in (corpus, asked) if one for note in one.notes)
   queries = {}
   for name in asked.source.domains if asked else ():
     queries[name], total = asked.sample(name, args.query_rows)

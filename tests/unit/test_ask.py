@@ -438,3 +438,18 @@ def test_a_run_without_scores_is_told_to_name_files(tmp_path, capsys):
     assert cli.main(["ask", str(tmp_path), "q"]) == 2
     assert f"--data {given} --index" in capsys.readouterr().err
     (tmp_path / "ghost").mkdir(exist_ok=True)
+
+
+def test_files_that_attribute_leaves_out_are_named(tmp_path, capsys, monkeypatch):
+  """With on_corrupt=skip, of --data and of --queries."""
+  (tmp_path / "run/checkpoints/5").mkdir(parents=True)
+  config.save(config.replace(CFG, on_corrupt="skip"), tmp_path / "run/config.yml")
+  for name in ("data", "asked"):
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    (tmp_path / f"{name}.jsonl.gz").write_text("no gzip")
+  monkeypatch.setattr(attribute, "has_optimizer", lambda path: True)
+  monkeypatch.setattr(attribute, "_exact", lambda *_: 0)
+  asked = ["--queries", f"q={tmp_path}/asked*", "--output", str(tmp_path / "out")]
+  assert attribute.main([str(tmp_path / "run"), "--data", f"d={tmp_path}/data*", *asked]) == 0
+  said = capsys.readouterr().err
+  assert [f"{name}.jsonl.gz cannot be read" in said for name in ("data", "asked")] == [True, True]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxghost import config, data
+from maxghost.data.sources.files import expand
 from maxghost.data.types import Document
 
 ARRAYS = ("inputs", "inputs_position", "inputs_segmentation", "targets", "targets_position", "targets_segmentation")
@@ -392,3 +394,32 @@ def test_a_domain_has_one_share():
 def test_the_rows_of_the_first_validation_set_are_made_once():
   dataset = data.load_dataset(config.load("dataset_type=synthetic", "ghost_val_sets=words").data)
   assert dataset.validation_rows() is dataset.validation_rows("words")
+
+
+def test_folders_behind_links_count_once(tmp_path):
+  """A link to the folder above is a loop, in which `**` finds every file 41 times."""
+  for name in ("x/a.txt", "x/y/a.txt", "x/y/b.txt"):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(name)
+  (tmp_path / "x" / "loop").symlink_to(".")
+  (tmp_path / "x" / "again").symlink_to("y")
+  (tmp_path / "x" / "y" / "other.txt").symlink_to("b.txt")  # a name of its own, as a user gave it
+  files = expand("dataset_files", [f"a={tmp_path}/x/**/*.txt"])
+  assert [file.name for file in files] == ["a.txt", "again/a.txt", "again/b.txt", "again/other.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch, capsys):
+  for name in ("a/a.txt", "a/locked/b.txt", "a/.hidden/c.txt", "other/locked/d.txt"):
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / name).write_text(name)
+  scandir = os.scandir
+
+  def refusing(path):
+    if os.fspath(path).endswith(("locked", ".hidden")):
+      raise PermissionError(13, "Permission denied", path)
+    return scandir(path)
+
+  monkeypatch.setattr(os, "scandir", refusing)
+  assert [file.name for file in expand("dataset_files", [f"a={tmp_path}/[a]/**/*.txt"])] == ["a/a.txt"]
+  said = f"maxghost: note: left out: {tmp_path}/a/locked cannot be listed: Permission denied\n"
+  assert capsys.readouterr().err == said

@@ -361,3 +361,6 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
   with pytest.raises(ConfigError, match=rf"model\.gguf.* needs the package {package}; .*pip install 'maxghost\[hf\]'"):
     gguf.open_file(tmp_path / "model.gguf")
     gguf.write_tokenizer(file, tmp_path / "tokenizer")
+  monkeypatch.setattr(hf_checkpoint, "written", lambda *_, **__: pytest.fail("the weights were written"))
+  with pytest.raises(ConfigError, match=f"needs the package {package}"):
+    hf_checkpoint.import_model(tmp_path / "model.gguf", tmp_path / "in", say=lambda line: None)

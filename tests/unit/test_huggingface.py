@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import hf_models
@@ -536,7 +537,7 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
     hf_checkpoint.import_model(llama, tmp_path / "again", say=silent)
 
 
-def test_a_model_of_bytes_is_exported_with_its_tokenizer_and_template(llama, tmp_path):
+def test_a_model_of_bytes_is_exported_with_its_tokenizer_and_template(llama, tmp_path, monkeypatch):
   tables = ("model.embed_tokens.weight", "lm_head.weight")
   rewrite(llama, lambda tensors: tensors | {name: np.resize(tensors[name], (261, 12)) for name in tables})
   edit_config(llama, vocab_size=261)
@@ -546,6 +547,12 @@ def test_a_model_of_bytes_is_exported_with_its_tokenizer_and_template(llama, tmp
   template.write_text("{{ messages[0].content }}")
   keys = {"objective": "sft", "chat_template_path": "/moved/away", "tokenizer_type": "byte", "add_bos": False}
   config.save(config.replace(cfg, **keys), tmp_path / "in" / "config.yml")
+  for package in ("safetensors", "tokenizers"):  # named before the weights are written
+    with monkeypatch.context() as patch:
+      patch.setitem(sys.modules, package, None)
+      patch.setattr(hf_checkpoint, "write_tensors", lambda *_: pytest.fail("it was written"))
+      with pytest.raises(ConfigError, match=rf"an export of .*/in needs the package {package}; .*pip install"):
+        hf_checkpoint.export_model(tmp_path / "in", tmp_path / "out", say=silent)
   hf_checkpoint.export_model(tmp_path / "in", tmp_path / "out", say=silent)
   assert (tmp_path / "out" / template.name).read_text() == template.read_text()
   found = model_path.find(tmp_path / "out").config.data

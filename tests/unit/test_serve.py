@@ -171,6 +171,8 @@ WRONG = [
   (COMPLETIONS, b'{"prompt": "a", "x\\ud800": 1}', "unknown parameter"),
   (COMPLETIONS, {"prompt": "a", "seed": 1 << 70}, "seed="),
   (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop=[1] is neither"),
+  (COMPLETIONS, b'{"prompt": "a", "stop": ["b", "\\ud800"]}', "is neither text"),
+  (CHATS, {"messages": [{"role": "user" * 9999, "content": "a"}]}, "; roles are system"),
   (COMPLETIONS, {"prompt": "a", "echo": True}, "echo=true is not offered"),
   (COMPLETIONS, {"prompt": "a", "model": 3}, "is not text"),
   (COMPLETIONS, {"prompt": ["a", 3]}, "neither text nor a list of ids"),

@@ -71,6 +71,13 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_command():
   assert config.load(None, "enable_wandb=true").run.trackers == ("wandb",)
 
 
+def test_tensorboard_is_named_before_a_run_is_written(monkeypatch):
+  monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+  trackers.check(config.load(None, "enable_tensorboard=false"))
+  with pytest.raises(ConfigError, match=r"enable_tensorboard=true needs the package tensorboardX; .* tensorboardX"):
+    trackers.check(config.load())
+
+
 def test_the_profiler_traces_the_steps_asked_for(monkeypatch, tmp_path):
   calls = []
   monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(("start", folder, at)))

@@ -43,7 +43,7 @@ class Corpus:
     make, split = units_of(data, self.tokenizer, records), Split(self.source, (), 0.0, 0)
     self.units = make(self.source, split, self.tokenizer, self.layout, on_corrupt)
     self.fingerprint, self._trained, self._chunks = self.source.fingerprint, None, None  # all documents
-    self.notes: list[str] = []
+    self.notes = [*self.source.notes]
 
   @classmethod
   def of_run(cls, cfg: Config, run_dir: Path) -> "Corpus":

@@ -77,7 +77,7 @@ def _message(given: Any, name: str) -> dict:
   role, content = message.get("role"), message.get("content")
   if role not in ROLES:
     hint = f"; use {_SYNONYMS[str(role)]}" if str(role) in _SYNONYMS else did_you_mean(str(role), ROLES)
-    raise ValueError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}{hint}")
+    raise ValueError(f"{name} has the role {role!r:.60}; roles are {', '.join(ROLES)}{hint}")
   if isinstance(content, list):
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) == len(content) and all(isinstance(text, str) for text in texts):

@@ -14,7 +14,7 @@ from maxghost import config
 from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, full_path, read_json, write_json
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guarded, nearest_beside
+from maxghost.config.values import guarded, import_package, nearest_beside
 from maxghost.data import tokenizer_files
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import gguf, huggingface, huggingface_config, merge, model_path, peft
@@ -37,6 +37,7 @@ def import_model(source: str | Path, target: str | Path, *, scan_layers: bool = 
   if not source.exists():
     raise LayoutError(f"there is no {source}{nearest_beside(source, '*')}")
   if source.suffix == gguf.SUFFIX:
+    import_package("tokenizers", f"the tokenizer in {source}", "hf")
     file = gguf.open_file(source)
     content, tensors, origin = gguf.config_json(file), file.tensors, source
     write_tokenizer = functools.partial(gguf.write_tokenizer, file)
@@ -83,6 +84,8 @@ def export_model(source: str | Path, target: str | Path, *, cfg: config.Config |
     checkpoint, cfg = checkpoint.with_params(kept), config.replace(cfg, mtp_num_layers=0)
   target = full_path(target)
   check_target(checkpoint.raw, target)
+  for package in ("safetensors", "tokenizers") if cfg.data.tokenizer_type == "byte" else ("safetensors",):
+    import_package(package, f"an export of {source}", "hf")  # not after everything is written
   tensors = huggingface.planned_tensors(checkpoint, cfg.model, ram_bytes // 3)
   origin = model_path.huggingface_file(place, cfg)
   others = huggingface_config.other_entries(read_json(origin), cfg.model) if origin else {}

@@ -156,7 +156,7 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
     said += "the cache; ask for less, or start the server with a larger --cache"
     raise Refused(said, "messages" if chat else "prompt", "context_length_exceeded")
   stop = values["stop"] if isinstance(values["stop"], list) else [values["stop"]]
-  if not all(isinstance(text, str) for text in stop) or len(stop) > 16:
+  if not all(isinstance(x, str) and x.encode(errors="ignore").decode() == x for x in stop) or len(stop) > 16:
     raise Refused(f"stop={_short(values['stop'])} is neither text nor a list of at most 16", "stop")
   options = values["stream_options"]
   if options.keys() - {"include_usage"} or not all(isinstance(value, bool) for value in options.values()):

@@ -81,10 +81,13 @@ class Profile:
 
 def check(cfg: Config) -> None:
   """Raises ConfigError for a tracker that is not installed; imports none."""
-  for name in cfg.run.trackers:
+  asked = {f"trackers={name}": name for name in cfg.run.trackers}
+  if cfg.run.enable_tensorboard:
+    asked["enable_tensorboard=true"] = "tensorboardX"
+  for key, name in asked.items():
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # a folder of that name is no package
-      raise ConfigError(f"trackers={name} needs the package {name}; install it with: pip install {name}")
+      raise ConfigError(f"{key} needs the package {name}; install it with: pip install {name}")
 
 
 def open_all(cfg: Config, path: Path, first_step: int) -> tuple:

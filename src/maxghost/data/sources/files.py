@@ -1,11 +1,12 @@
 """Files of a corpus: globs with a domain each, names relative to the corpus's folder, and fingerprints."""
 
+import functools
 import glob
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from maxghost.config.values import ConfigError, naming
+from maxghost.config.values import ConfigError, naming, print_problem
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import check_known
 
@@ -31,19 +32,34 @@ def expand(key: str, patterns: Sequence[str], domains: tuple[str, ...] = (), kin
   for domain, pattern in labelled(key, patterns, domains, lambda _: "text", kind):
     by_domain.setdefault(domain, []).append(os.path.expanduser(pattern))
   found: list[CorpusFile] = []
+  real = functools.cache(os.path.realpath)
   for domain, globs in by_domain.items():
-    paths = set()
+    paths: dict[tuple[str, str], str] = {}  # a folder to which links lead too counts once, by its shortest path
     for pattern in globs:
+      _note_unread(pattern)
       matches = glob.glob(pattern, recursive=True) or [pattern]  # a file's own name may hold brackets
       if not (files := {os.path.abspath(path) for path in matches if os.path.isfile(path)}):
         why = _of_folder(pattern, kind) if os.path.isdir(pattern) else f"no file matches {pattern}"
         raise ConfigError(f"{key}: domain '{domain}' has no documents: {why}")
-      paths |= files
+      for path in sorted(files, key=lambda path: (path.count(os.sep), path)):
+        paths.setdefault((real(os.path.dirname(path)), os.path.basename(path)), path)
     base = os.path.commonpath([_fixed_part(pattern) for pattern in globs])
-    for name, path in sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths):
+    for name, path in sorted((os.path.relpath(path, base).replace(os.sep, "/"), path) for path in paths.values()):
       with naming(key, f"{domain}={path}"):
         found.append(CorpusFile(domain, path, name, fingerprint(path)))
   return found
+
+
+def _note_unread(pattern: str) -> None:
+  """Names the folders below `**` that cannot be listed, which `glob` leaves out silently."""
+
+  def tell(error: OSError) -> None:
+    print_problem(f"note: left out: {error.filename} cannot be listed: {error.strerror}")
+
+  above, recursive, _ = pattern.partition("**")
+  for base in glob.glob(above or ".") if recursive else ():
+    for _, folders, _ in os.walk(base, onerror=tell):
+      folders[:] = [name for name in folders if not name.startswith(".")]  # `glob` leaves these out
 
 
 def _of_folder(folder: str, kind: str) -> str:
@@ -83,10 +99,8 @@ def fingerprint(path: str) -> str:
   try:
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-      samples = []
-      for place in sorted({0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)}):
-        file.seek(place)
-        samples.append(file.read(_SAMPLE))
+      places = sorted({0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)})
+      samples = [os.pread(file.fileno(), _SAMPLE, place) for place in places]
   except OSError as error:
     raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
   return f"{text_hash(str(size), *samples):016x}"

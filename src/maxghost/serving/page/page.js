@@ -69,12 +69,9 @@ async function start() {
   problem("");
   $("model").textContent = model.id;
   document.title = model.id + " \u00b7 maxghost";
-  if (!model.chat) {
-    $("prompt-label").textContent = "Beginning of a text";
-    $("title").textContent = "A continuation, and what taught it";
-    $("send").textContent = "Continue";
-    $("answer-title").textContent = "Continuation";
-  }
+  const words = { "prompt-label": "Beginning of a text", title: "A continuation, and what taught it",
+    send: "Continue", "answer-title": "Continuation" };
+  if (!model.chat) for (const [id, text] of Object.entries(words)) $(id).textContent = text;
   $("max_tokens").max = model.max_model_len - 1;
   about();
 }
@@ -159,8 +156,7 @@ function add(text, tokens) {
 async function sources(asked, ids, signal) {
   about("Looking for the documents behind this answer\u2026");
   const top = Number($("top").value) || 10;
-  const answer = await (await call("v1/sources", { ...asked, model: model.id, answer: ids, top }, signal)).json();
-  found = answer;
+  found = await (await call("v1/sources", { ...asked, model: model.id, answer: ids, top }, signal)).json();
   groups.forEach((group, i) => {
     const node = group.node;
     node.setAttribute("role", "button");
@@ -177,8 +173,7 @@ async function sources(asked, ids, signal) {
 }
 
 function focusToken(i) {
-  for (const group of groups) group.node.tabIndex = -1;
-  groups[i].node.tabIndex = 0;
+  groups.forEach((group, j) => { group.node.tabIndex = i === j ? 0 : -1; });
   groups[i].node.focus();
 }
 
@@ -238,7 +233,7 @@ function card({ document: source, value, error }, rank, least, largest) {
   const where = make("span", "where"), domain = make("b", "", clean(source.domain));
   domain.style.color = `var(--c${domains.get(source.domain)})`;
   where.append(domain, " \u00b7 " + clean(source.path));
-  where.title = `${source.path}, byte ${source.offset} + ${source.chunk}`;
+  where.title = clean(`${source.path}, byte ${source.offset} + ${source.chunk}`);
   const worth = make("span", "worth", make("b", "", number(value)), " nats");
   if (error !== null) worth.append(make("small", "", " \u00b1 " + number(error, 1).slice(1)));
   if (unsure) worth.title = "less than two standard errors from nothing";
@@ -270,18 +265,16 @@ function card({ document: source, value, error }, rank, least, largest) {
 }
 
 function bar(value, error, least, largest) {
-  const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg"), wide = 132, high = 16;
-  const x = (v) => (v - least) / (largest - least || 1) * wide;
-  svg.setAttribute("class", "bar"); svg.setAttribute("viewBox", `0 0 ${wide} ${high}`); svg.setAttribute("aria-hidden", "true");
-  svg.setAttribute("preserveAspectRatio", "none");
+  const wide = 132, high = 16, x = (v) => (v - least) / (largest - least || 1) * wide;
   const draw = (tag, attributes) => {
-    const node = document.createElementNS(space, tag);
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, text] of Object.entries(attributes)) node.setAttribute(name, text);
-    svg.append(node);
+    return node;
   };
-  draw("rect", { x: Math.min(x(0), x(value)), y: 3, width: Math.max(1, Math.abs(x(value) - x(0))), height: 10, rx: 1.5, class: value < 0 ? "hurts" : "helps" });
-  draw("line", { x1: x(0), x2: x(0), y1: 0, y2: high });
-  if (error) draw("path", { d: `M${x(value - error)} 8H${x(value + error)}M${x(value - error)} 5v6M${x(value + error)} 5v6` });
+  const svg = draw("svg", { class: "bar", viewBox: `0 0 ${wide} ${high}`, "aria-hidden": "true", preserveAspectRatio: "none" });
+  svg.append(draw("rect", { x: Math.min(x(0), x(value)), y: 3, width: Math.max(1, Math.abs(x(value) - x(0))), height: 10, rx: 1.5, class: value < 0 ? "hurts" : "helps" }));
+  svg.append(draw("line", { x1: x(0), x2: x(0), y1: 0, y2: high }));
+  if (error) svg.append(draw("path", { d: `M${x(value - error)} 8H${x(value + error)}M${x(value - error)} 5v6M${x(value + error)} 5v6` }));
   return svg;
 }
 
@@ -289,21 +282,18 @@ function details(source) {
   const parts = [make("pre", "", clean(source.text))];
   parts[0].tabIndex = 0;
   if (!source.trained.length) return [...parts, make("p", "note", found.trained_for ? "The log of this run has no step that trained on it." : "When the run trained on it is not known.")];
-  const body = make("tbody"), table = make("table", "", make("caption", "", `Where the run trained on it, and what that did to the ${clean(found.trained_for || "validation")} loss then`));
-  const head = make("tr");
-  for (const name of ["Step", "Epoch", "Contribution, nats"]) head.append(make("th", "", name));
-  for (const one of source.trained) {
-    body.append(make("tr", "", make("td", "", String(one.step)), make("td", "", String(one.epoch)), make("td", "", number(one.contribution))));
-  }
-  table.append(make("thead", "", head), body);
-  return [...parts, table];
+  const row = (tag, ...texts) => make("tr", "", ...texts.map((text) => make(tag, "", String(text))));
+  const body = source.trained.map((one) => row("td", one.step, one.epoch, number(one.contribution)));
+  const caption = `Where the run trained on it, and what that did to the ${clean(found.trained_for || "validation")} loss then`;
+  const head = make("thead", "", row("th", "Step", "Epoch", "Contribution, nats"));
+  return [...parts, make("table", "", make("caption", "", caption), head, make("tbody", "", ...body))];
 }
 
 // Shades the tokens by what a document did for each; one that was opened stays, another is a preview.
 function shade(chosen, keep) {
   if (keep) shaded = chosen;
-  const shown = chosen || shaded, last = document.querySelector(".document.active");
-  if (last) last.classList.remove("active");
+  const shown = chosen || shaded;
+  document.querySelector(".document.active")?.classList.remove("active");
   const values = groups.map((group) => shown ? nats(shown.source, group) : 0);
   const largest = Math.max(...values.map(Math.abs), 1e-30);
   groups.forEach((group, i) => {
