@@ -273,6 +273,22 @@ def test_from_rest_it_is_shampoo_which_adds_up_exactly(label):
       assert (still[0] == 0).all() and np.isfinite(still).all()
 
 
+def test_without_momentum_every_step_is_one_from_rest():
+  """With muon_beta=0 the state holds the last gradient, of which the step knows nothing; nor is there 0 / 0."""
+  label, matrix = "decoder/layers/mlp/wo/kernel", Matrix(1, 1)
+  rng = np.random.default_rng(3)
+  with jax.enable_x64(True):
+    g, G, m = (jnp.asarray(rng.normal(size=(2, 5, 7))) for _ in range(3))
+    g = g.at[1].set(0)
+    for rule in (Muon(0.0), Muon(0.0).marginal()):
+      response = rule.response(Parameter(label, 1, 0, matrix), g, {"first_moment": m}, rule.scalars(3, KAPPA))
+      u = np.asarray(response.transpose(G))
+      assert np.isfinite(u).all() and (u[1] == 0).all() and (u[0] != 0).any()
+      if rule.direction != "marginal":
+        step = step_of(label, KAPPA * g, m, count=3, beta=0.0, eps=1e-8, rms=0.0)
+        assert KAPPA * np.vdot(u, g) == pytest.approx(float(np.vdot(G, step)), rel=1e-12)
+
+
 # The train step.
 
 STEP = {"opt_type": "muon", "muon_beta": 0.8, "muon_weight_decay": 0.2, "learning_rate": 3e-3, "adam_b2": 0.9}

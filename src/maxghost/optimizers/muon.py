@@ -164,9 +164,9 @@ class Muon(UpdateRule):
     wide = jnp.promote_types(gradient.dtype, jnp.float32)
     depth = gradient.ndim - parameter.groups - parameter.matrix.rows - parameter.matrix.columns
     clip_factor, count = scalars[0].astype(wide), scalars[-1].astype(jnp.int32)
-    g = clip_factor * gradient.astype(wide)
+    momentum = arrays["first_moment"] if self.beta else jnp.zeros_like(arrays["first_moment"])  # it has no part in D
     of_matrix = MarginalResponse if self.direction == "marginal" else PathResponse
-    return of_matrix(self, parameter.matrix, depth, g, arrays["first_moment"], count, clip_factor)
+    return of_matrix(self, parameter.matrix, depth, clip_factor * gradient.astype(wide), momentum, count, clip_factor)
 
   def column_arrays(self, parameter: Parameter, value, gradient, arrays: dict[str, Any], response: Response) -> dict:
     if isinstance(response, PathResponse):
