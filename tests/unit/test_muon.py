@@ -284,6 +284,8 @@ def test_without_momentum_every_step_is_one_from_rest():
       response = rule.response(Parameter(label, 1, 0, matrix), g, {"first_moment": m}, rule.scalars(3, KAPPA))
       u = np.asarray(response.transpose(G))
       assert np.isfinite(u).all() and (u[1] == 0).all() and (u[0] != 0).any()
+      from_rest = rule.response(Parameter(label, 1, 0, matrix), g, {"first_moment": 0 * m}, rule.scalars(3, KAPPA))
+      np.testing.assert_array_equal(u, from_rest.transpose(G))
       if rule.direction != "marginal":
         step = step_of(label, KAPPA * g, m, count=3, beta=0.0, eps=1e-8, rms=0.0)
         assert KAPPA * np.vdot(u, g) == pytest.approx(float(np.vdot(G, step)), rel=1e-12)

@@ -193,10 +193,12 @@ def test_any_flipped_bit_of_what_was_written_is_named(run_dir):
 def test_lost_tokens_and_selection_lines_are_named(run_dir):
   (run_dir / "ghost" / "tokens" / "step_6.npz").unlink()
   assert lost(run_dir) == "1 files of tokens/ are missing, step_6.npz first"
+  chosen = attribution.load(run_dir, accept_lost_rows=True).chosen()
   path = run_dir / "ghost" / "selection.jsonl"
   lines = path.read_text().splitlines(keepends=True)
   path.write_text("".join([*lines[:4], lines[4].replace("[0]", "[1]"), *lines[6:]]))
   assert "selection.jsonl: lines of 2 steps are missing or changed, that of step 4 first" in lost(run_dir)
+  np.testing.assert_array_equal(attribution.load(run_dir, accept_lost_rows=True).chosen(), chosen)
   path.unlink()
   assert "lines of 11 steps are missing" in lost(run_dir)
 
