@@ -84,6 +84,6 @@ def pytest_collection_modifyitems(config, items):
     for mark, (option, reason) in OPTIONS.items():
       if item.get_closest_marker(mark) and not config.getoption(option):
         item.add_marker(pytest.mark.skip(reason=f"{reason}; run with {option}"))
-  if config.getoption("--run-matrix") and config.args == config.getini("testpaths"):
+  if config.args == config.getini("testpaths"):
     unused = [line for line in matrix() if not any(map(re.compile(pattern(line)).fullmatch, names))]
     assert not unused, f"lines of matrix.txt that name no test: {unused}"
