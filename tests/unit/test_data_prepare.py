@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -391,6 +392,25 @@ def test_a_worker_that_is_killed_is_one_line(tmp_path):
   source = Deadly([Document("words", "p", n, b"text " * 9) for n in range(9)], ("words",))
   with pytest.raises(OSError, match=r"a process was ended from outside.*fewer --workers than 2"):
     prepare.prepare(source, BASE, str(tmp_path / "out"), num_workers=2, part_bytes=100)
+
+
+@pytest.mark.parametrize(("limit", "file"), [(2000, "shards/"), (140_000, "out: ")])
+def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path, capsys, limit, file):
+  """ArrayRecord tells of it by a RuntimeError; the index, of which single files are larger than a shard, by an OSError
+  without a name. No file may be larger than `limit`."""
+  texts, out = tmp_path / "a.jsonl", tmp_path / "out"
+  texts.write_text('{"text": "x"}\n' * 20_000)
+  command = ["prepare", "dataset_type=text", f"dataset_files=[a={texts}]", "ghost_val_sets=a", "--output", str(out)]
+  command += ["--part_bytes", "4000"]
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+  try:
+    code = data_command.main(command)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  said = capsys.readouterr().err
+  assert code == 1 and said.count("\n") == 1 and "File too large" in said and file in said, said
+  assert data_command.main(command) == 0 and data_command.main(["verify", str(out)]) == 0
 
 
 def test_a_preparation_of_other_columns_is_not_taken_up(tmp_path):

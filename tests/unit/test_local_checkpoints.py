@@ -140,8 +140,12 @@ def test_another_run_of_the_same_name_is_left_alone(tmp_path, manager, meshes):
   other.close()
 
 
-def test_a_damaged_list_of_attempts_is_named(tmp_path, manager):
-  (tmp_path / "run" / "checkpoints" / ".local").write_text('{"run": "1f')
+@pytest.mark.parametrize("damage", [lambda text: text[:9], lambda text: text.replace(", 0]", ", 7]")])
+def test_a_damaged_list_of_attempts_is_named(tmp_path, manager, meshes, damage):
+  """Otherwise a local checkpoint could count that the run has gone back behind."""
+  manager.restore_latest(abstract(tree_of(meshes[0], ("a", "b"))))
+  path = tmp_path / "run" / "checkpoints" / ".local"
+  path.write_text(damage(path.read_text()))
   with pytest.raises(ConfigError, match=r"checkpoints/\.local is damaged or half copied"):
     CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "near"))
 

@@ -208,7 +208,7 @@ class CheckpointManager:
     if distributed.is_first() and self._attempts_path.exists():
       found = read_json(self._attempts_path)
       found["attempts"].append([self._local.attempt if self._local else "", step])
-      write_text(self._attempts_path, json.dumps(found))
+      write_text(self._attempts_path, json.dumps(sealed(found)))
     if self._local:
       self._local.keep(local)
 
@@ -284,7 +284,7 @@ class CheckpointManager:
       for lent in self._directory.glob(f"{local_files.LENT}*"):
         shutil.rmtree(lent, ignore_errors=True)
       if not self._attempts_path.exists():
-        write_text(self._attempts_path, json.dumps({"run": secrets.token_hex(4), "attempts": []}))
+        write_text(self._attempts_path, json.dumps(sealed({"run": secrets.token_hex(4), "attempts": []})))
       found = read_json(self._attempts_path)
       words = [found["run"], secrets.token_hex(4), found["attempts"]]
     run, attempt, attempts = distributed.gather(words)[0]
@@ -360,10 +360,9 @@ def made_with() -> dict[str, str]:
 
 def _check_leaves(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
   """Raises CheckpointError that names leaves which are missing, extra, or of another shape or dtype."""
-  unlike = []
-  for name in sorted(wanted.keys() & stored.keys()):
-    have, want = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in (stored[name], wanted[name]))
-    unlike += [f"{name} is {have} there and {want} in the model"] if have != want else []
+  both = {name: (stored[name], wanted[name]) for name in sorted(wanted.keys() & stored.keys())}
+  kinds = {name: [f"{leaf.dtype}{list(leaf.shape)}" for leaf in pair] for name, pair in both.items()}
+  unlike = [f"{name} is {have} there and {want} in the model" for name, (have, want) in kinds.items() if have != want]
   missing, extra = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
   if text := misfit(path, sorted(missing), sorted(extra), unlike):
     raise CheckpointError(text)

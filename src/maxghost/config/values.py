@@ -136,6 +136,8 @@ def _no_defect(error: Exception) -> tuple[str, int] | None:
   (said, *_), asked = str(error).splitlines() or [""], os.environ.get("JAX_PLATFORMS")
   if "RESOURCE_EXHAUSTED" in str(error):  # of XLA
     return f"out of device memory: {said}", 1
+  if isinstance(error, RuntimeError) and said.startswith(("open() failed: ", "write() failed: ")):  # of ArrayRecord
+    return said, 1
   if isinstance(error, ValueError) and "embedded null" in said:
     return "a path holds a NUL character", ConfigError.exit_code
   place = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -313,9 +315,8 @@ def divisors(number: int) -> list[int]:
 
 def limits(field: Field) -> tuple[tuple, Any, Any]:
   """(choices, minimum, maximum) of a key, with the choices as they are now."""
-  choices: Any = field.metadata["choices"]
-  if callable(choices):
-    choices = choices()
+  given: Any = field.metadata["choices"]
+  choices: Any = given() if callable(given) else given
   return tuple(choices), field.metadata["minimum"], field.metadata["maximum"]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
-from maxghost.config.values import import_package
+from maxghost.config.values import import_package, naming
 from maxghost.data import prepared, tokenizer_files
 from maxghost.data.hashing import changed_files, changed_keys, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
@@ -81,7 +81,8 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
       except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
-  return _join(job, [done[part] for part in range(job.num_parts)])
+  with naming("", job.folder):
+    return _join(job, [done[part] for part in range(job.num_parts)])
 
 
 def _manifest(job: Job, part: int) -> dict | None:
@@ -245,8 +246,7 @@ def _join(job: Job, manifests: list[dict]) -> dict:
   totals = np.zeros((2, len(names)), np.int64)  # documents, bytes
   paths, path_end, path_domain = bytearray(), array("q"), array("H")  # flat: perhaps a path per document
   with contextlib.ExitStack() as stack:
-    if fields:
-      sizes[prepared.FIELD_END] = num_documents * len(fields)
+    sizes |= {prepared.FIELD_END: num_documents * len(fields)} if fields else {}
     files = {name: stack.enter_context(open(index / f"{name}.npy", "wb")) for name in sizes}
     for name, size in sizes.items():
       header = {"descr": np.dtype(kinds[name]).str, "fortran_order": False, "shape": (size,)}
