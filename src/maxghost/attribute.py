@@ -311,7 +311,7 @@ def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> I
     whole = has_optimizer(path)
     below = base if whole else state.merged(state.to_tree(state.create_split(cfg)[1]), base)
     tree = state.merged(below, load_tree(path, wanted if whole else {"model": wanted["model"]}))
-    moved = moved or float(rate_of(tree["optimizer"]["step"])) > 0
+    moved = moved or bool(rate_of(tree["optimizer"]["step"]))
     if not moved and path == paths[max(paths)]:
       raise ConfigError(f"{path}: the step after it has learning rate 0, so every value is 0; name earlier checkpoints")
     digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
