@@ -57,8 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
   refuse_unknown(f"--method {args.method}: unknown", args.method or CONTRIBUTION, (CONTRIBUTION, LESS))
   parser.check(args, directions=2 if args.method != LESS or args.directions else 0, rows=1, query_rows=1, top=1)
-  if not args.index and not (args.data and args.queries and args.output):
-    missing = [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]
+  if (missing := [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]) and not args.index:
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")
   if RUN in args.data and len(args.data) > 1:
     raise ConfigError(f"--data {RUN} stands for all that the run has trained on; it takes no patterns beside it")
@@ -97,9 +96,10 @@ def main(argv: list[str] | None = None) -> int:
   import jax
 
   from maxghost.attribution.corpus import Corpus
-  from maxghost.training.devices import configure_jax
+  from maxghost.training.devices import configure_jax, num_chosen
 
   configure_jax(cfg)
+  step_rows = num_chosen(run_cfg, step_rows)
   if jax.default_backend() == "cpu":
     heap.keep()
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
@@ -233,7 +233,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     problem = "ghost_direction=marginal counts what a document changes of the clipping, which no sketch tells"
     raise ConfigError(f"--index: {problem}; give --direction path, and --data for an index that was written without")
   if corpus is not None:
-    rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths)
+    rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths, method)
     print(COMPILING, flush=True)
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
     config.save(as_run(run_cfg, args.data, corpus.source.domains), args.index / "config.yml")
@@ -247,7 +247,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   elif cfg.ghost.ghost_direction != about["direction"]:
     raise ConfigError(f"--direction {args.direction}: the index was written for {about['direction']}; leave it out")
   print("Compiling the query's pass, which takes seconds to minutes", flush=True)
-  found = offline.nearest(cfg, points(cfg, paths), args.index, about, queries, asked, args.top, args.order)
+  found = offline.nearest(cfg, points(cfg, paths, method), args.index, about, queries, asked, args.top, args.order)
   for name, chunks in found.items():
     print(f"\nnearest to '{name}': {unit}\n({way}, estimated from {about['directions']} random directions)")
     for chunk in chunks:
@@ -290,12 +290,13 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
   return run_dir, dict(sorted(paths.items()))
 
 
-def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
-  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. Raises ConfigError."""
+def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> Iterator:
+  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. Raises ConfigError,
+  also where no step after them has a learning rate; `method` LESS needs none."""
   import jax
   import numpy as np
 
-  from maxghost import load_model
+  from maxghost import load_model, optimizers
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
   from maxghost.data.hashing import text_hash
@@ -303,14 +304,16 @@ def points(cfg: Config, paths: dict[int, Path]) -> Iterator:
   from maxghost.training import state
 
   _, abstract = state.abstract_split(cfg)
-  wanted, below = state.saved_parts(state.abstract_arrays(abstract))
-  base = load_model.frozen(cfg, below) if below else {}
+  wanted, frozen = state.saved_parts(state.abstract_arrays(abstract))
+  base = load_model.frozen(cfg, frozen) if frozen else {}
+  rate_of, moved = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps), method == LESS
   for step, path in paths.items():
-    if has_optimizer(path):
-      tree = state.merged(base, load_tree(path, wanted))
-    else:
-      fresh = state.merged(state.to_tree(state.create_split(cfg)[1]), base)
-      tree = state.merged(fresh, load_tree(path, {"model": wanted["model"]}))
+    whole = has_optimizer(path)
+    below = base if whole else state.merged(state.to_tree(state.create_split(cfg)[1]), base)
+    tree = state.merged(below, load_tree(path, wanted if whole else {"model": wanted["model"]}))
+    moved = moved or bool(rate_of(tree["optimizer"]["step"]))
+    if not moved and path == paths[max(paths)]:
+      raise ConfigError(f"{path}: the step after it has learning rate 0, so every value is 0; name earlier checkpoints")
     digest = "-".join(map(str, checksums([np.asarray(leaf) for leaf in jax.tree.leaves(tree)])))
     yield Point(step, state.from_tree(tree, abstract), f"{int(text_hash(digest)):016x}")
 

@@ -35,7 +35,6 @@ examples:
   maxghost scores runs/base --by document --top 20 --bottom 20 --text
   maxghost scores runs/base --by domain --where "step>=100" --format json
   maxghost scores runs/base --by source --where "domain=code,path~asyncio/*" --sort per_million_tokens
-  maxghost scores runs/base --by id --where "lang=en"
   maxghost scores runs/base --drop-below 0 --output exclude.jsonl      # for dataset_exclude_file
   maxghost scores runs/base --keep 5% --format ids --output best.jsonl   # for dataset_include_file
   maxghost scores runs/rl --what-if reward=rewards.py:shorter
@@ -109,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
   about = {"val_set": args.set, "scale": args.scale, "text": args.text}
   answer = query.ask(log, query.Query(by=by, where=args.where, top=top, bottom=bottom, sort=args.sort, **about))
   print_notes(answer.notes)
-  if asks_ids and not isinstance(answer.columns[args.sort], np.ndarray):
+  if asks_ids and args.sort not in query.MEASURES:
     raise ConfigError(f"--sort {args.sort} is no number to choose by; use contribution or per_million_tokens")
   if asks_ids and by == "id" and "" in answer.columns["id"]:
     raise ConfigError("--by id: some records have no id; use --by document, or leave them out: --where 'id~?*'")
@@ -148,8 +147,8 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
   if not dropped.any():
     print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
     return 0
-  nats = np.asarray(answer.columns["contribution"])[dropped].sum()
-  print(f"{args.output}: {said}, {nats:+.4g} nats; to train without them: dataset_exclude_file={args.output}")
+  worth = f"{np.asarray(answer.columns['contribution'])[dropped].sum():+.4g} {answer.units['contribution']}"
+  print(f"{args.output}: {said}, {worth}; to train without them: dataset_exclude_file={args.output}")
   return 0
 
 

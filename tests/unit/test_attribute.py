@@ -551,6 +551,10 @@ def test_a_checkpoint_loads_as_the_state_that_was_saved(tmp_path):
   assert len(jax.tree.leaves(point.state)) == len(jax.tree.leaves(nnx.state(held)))
   with pytest.raises(ConfigError):
     next(attribute.points(config.replace(CFG, base_mlp_dim=35), paths))
+  still = config.replace(CFG, warmup_steps_fraction=0.5)  # the rate of step 0 is 0, and so would be all values
+  with pytest.raises(ConfigError, match=r"checkpoints/7: the step after it has learning rate 0.* name earlier"):
+    next(attribute.points(still, paths))
+  assert next(attribute.points(still, paths, index.LESS)).step == 7, "it takes the mean of the rates before"
 
 
 def test_without_optimizer_state_the_direction_must_be_named(tmp_path):
@@ -581,13 +585,8 @@ def test_damaged_facts_of_a_run_are_named(tmp_path):
 
 
 def test_a_changed_index_is_refused(tmp_path):
-  about = {
-    "version": index.VERSION,
-    "directions": 2,
-    "chunks": 0,
-    "checkpoints": [[4, "d4"]],
-    "files": {"sketch_4.npy": "0" * 64},
-  }
+  about = {"version": index.VERSION, "directions": 2, "chunks": 0, "checkpoints": [[4, "d4"]]}
+  about["files"] = {"sketch_4.npy": "0" * 64}
   sealed = json.dumps(files.sealed(about))
   (tmp_path / "index.json").write_text(sealed)
   (tmp_path / "sketch_4.npy").write_bytes(b"x")

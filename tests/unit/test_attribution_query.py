@@ -170,6 +170,32 @@ def test_scales(run_dir, table):
     assert share[domain] == pytest.approx((value / absolute)[at].sum(), rel=1e-5)
 
 
+def test_steps_without_a_learning_rate_have_no_value_per_rate(tmp_path, capsys):
+  """A loop of one's own logged it for the first step only; the second one's documents are worth more than nothing."""
+  writer = Writer(tmp_path)
+  for step, more in enumerate(({"learning_rate": 0.1}, {})):
+    rows = {name: [1.0, 0.5] for name in ("tokens", "loss", "dot", "contribution")}
+    writer.append({"step": step} | more, rows, [("known" if step == 0 else "unknown", "p", 0), ("both", "p", 0)])
+  writer.close()
+  for where in ("", "step=1"):
+    assert scores.main([str(tmp_path), "--scale", "per_lr", "--where", where]) == 2
+    assert "of some steps no learning rate was logged; leave them out" in capsys.readouterr().err
+  assert scores.main([str(tmp_path), "--scale", "per_lr", "--where", "step<1", "--format", "json"]) == 0
+  assert [row["contribution"] for row in json.loads(capsys.readouterr().out)["rows"]] == pytest.approx([10, 5])
+
+
+def test_ids_are_chosen_by_a_measure_and_summed_in_its_unit(run_dir, tmp_path, capsys):
+  """A place in a file is no measure; the worth of what is dropped has the unit of the scale."""
+  ids = ["--drop-below", "0", "--output", str(tmp_path / "ids.jsonl")]
+  for more in (ids, ["--keep", "5%", "--format", "ids"]):
+    assert scores.main([str(run_dir), *more, "--sort", "offset"]) == 2
+    assert "--sort offset is no number to choose by" in capsys.readouterr().err
+  assert not (tmp_path / "ids.jsonl").exists()
+  for scale, unit in (("nats", "nats"), ("per_lr", "nats per unit of learning rate")):
+    assert scores.main([str(run_dir), *ids, "--scale", scale]) == 0
+    assert f" {unit}; to train without them" in capsys.readouterr().out
+
+
 def test_intervals_by_hand(tmp_path):
   """Of domains from 20 blocks of steps, two each; of documents from their chunks; a step alone has none."""
   keys = {"val_sets": SETS, "steps": 40, "rows_per_step": 11, "closing": False}

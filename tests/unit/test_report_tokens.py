@@ -52,12 +52,21 @@ def test_the_larger_exposure_in_characters(run_dir):
   shutil.rmtree(run_dir / "ghost" / "tokens")
 
 
+def test_the_total_of_an_exposure_counts_what_is_not_shown(run_dir, monkeypatch):
+  monkeypatch.setattr(token_values, "SHOWN_CHARS", 3)  # the exclamation mark and the end are behind
+  write(run_dir, 9, 0.5)
+  key = ("words", "x", 5)
+  (marked,) = token_values.find(run_dir, [[key]], {}, False)[0].values()
+  assert marked.pieces == ("n", "é") and marked.total == pytest.approx(0.5 * 31)
+  shutil.rmtree(run_dir / "ghost" / "tokens")
+
+
 def test_a_chunk_that_ends_inside_a_character_keeps_its_value():
   tokenizer = load_tokenizer("byte", "")
-  pieces, values = token_values._pieces([97, *"é漢".encode()[:-1]], np.arange(1.0, 6.0), tokenizer)
+  _, pieces, values = token_values._pieces([97, *"é漢".encode()[:-1]], np.arange(1.0, 6.0), tokenizer)
   assert pieces == ("a", "é", "\ufffd")
   np.testing.assert_array_equal(values, [1, 5, 9])
-  assert token_values._pieces([0xE9], np.ones(1), tokenizer)[0] == ("\ufffd",), "a page of nothing but such a chunk"
+  assert token_values._pieces([0xE9], np.ones(1), tokenizer)[1] == ("\ufffd",), "a page of nothing but such a chunk"
 
 
 def test_the_page_marks_pieces_by_size_and_sign(run_dir):

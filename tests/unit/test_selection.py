@@ -11,7 +11,7 @@ import tiny
 from flax import nnx
 from train_steps import TRAIN, Run
 
-from maxghost import attribution, config, objectives
+from maxghost import attribute, attribution, config, objectives
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
 from maxghost.scorelog import selection as selection_log
@@ -179,3 +179,17 @@ def test_a_run_without_selection_says_so(tmp_path):
   writer.close()
   with pytest.raises(ConfigError, match="ghost_select"):
     attribution.load(tmp_path).chosen()
+
+
+def test_a_step_of_attribute_has_as_many_rows_as_the_run_trained_on(tmp_path, monkeypatch):
+  """With ghost_select a document is a larger share of its step than of all rows that were seen."""
+  (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+  (tmp_path / "a.txt").write_text("text")
+  asked = [f"a={tmp_path}/a.txt"]
+  arguments = [str(tmp_path), "--data", *asked, "--queries", *asked, "--output", str(tmp_path / "out")]
+  monkeypatch.setattr(attribute, "has_optimizer", lambda path: True)
+  monkeypatch.setattr(attribute, "_exact", lambda *given: rows.append(given[-2]) or 0)
+  for select, count in (("none", 8), ("topk", 2), ("threshold", 8)):
+    cfg, rows = config.load(f"ghost_select={select}", "ghost_select_fraction=0.25", "per_device_batch_size=8"), []
+    config.save(cfg, tmp_path / "config.yml")
+    assert attribute.main(arguments) == 0 and rows == [count]

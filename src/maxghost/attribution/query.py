@@ -103,6 +103,8 @@ def ask(log: ScoreLog, query: Query) -> Answer:
   if not num_groups or not np.any(columns.get("chunks", columns["tokens"])):
     none = f"no scored document satisfies --where {query.where}{where.hints(log)}"
     notes.append(none if query.where else "no document was scored yet")
+  if query.scale == "per_lr" and np.isnan(columns["contribution"]).any():
+    raise ConfigError("--scale per_lr: of some steps no learning rate was logged; leave them out: --where step<100")
   order, num_top = _order(columns, query)
   columns = {name: values[order] for name, values in columns.items()}
   columns = {name: values.tolist() if values.dtype == object else values for name, values in columns.items()}
@@ -145,14 +147,12 @@ def _scaling(log: ScoreLog, scale: str):
   steps, size_SK = log.steps["step"], np.zeros((len(log.steps), len(log.val_sets)))
   if scale == "per_lr":
     size_SK += log.steps["learning_rate"][:, None]
-    if not np.isfinite(size_SK).any():
-      raise ConfigError("--scale per_lr: the run did not log its learning rate")
   else:
     for _, rows in log.blocks():
       size_NK = np.abs(rows["contribution"])
       counted = np.isfinite(size_NK).all(-1)
       np.add.at(size_SK, np.searchsorted(steps, rows["step"][counted]), size_NK[counted])
-  return steps, np.where(size_SK > 0, 1 / np.where(size_SK > 0, size_SK, 1), 0.0)
+  return steps, np.where(size_SK > 0, 1 / np.where(size_SK > 0, size_SK, 1), 0.0 * size_SK)  # NaN stays NaN
 
 
 def _by_layer(log: ScoreLog, query: Query, where: Where, k: int, _notes: list[str]) -> dict:

@@ -80,16 +80,13 @@ def _ledger(ledger: Ledger) -> Table:
 
 
 def _documents(values: list[Value]) -> Table:
-  both = report_text.in_all_known(values)
-  nats = (">Total nats", ">In all") if both else (">Total nats",)
+  nats = (">Total nats", ">In all") if report_text.in_all_known(values) else (">Total nats",)
   table = make_table("", *nats, ">Per million\ntokens", ">Tokens", ">Chunks", "Document")
   for value in values[:SHOWN_DOCUMENTS]:
     lines = _text(value.place, cut=True)
     if value.text is not None:
       lines.append(printable("\n" + snippet(value.text, SNIPPET_CHARS)), style="dim")
-    totals = [number(value.contribution, plus=True)]
-    if both:
-      totals.append(number(value.in_all, plus=True))
+    totals = [number(total, plus=True) for total in (value.contribution, value.in_all)[: len(nats)]]
     per_million = number(value.per_million, plus=True) + plus_minus(value.per_million_half_width)
     table.add_row(*totals, per_million, compact(value.tokens), integer(value.exposures), lines)
   return table

@@ -20,9 +20,10 @@ END = "⟨end⟩"
 
 
 class Marked(NamedTuple):
-  """One exposure of a document: pieces of its text and the value of each in nats."""
+  """One exposure of a document: pieces of its text, as far as it is shown, and the value of each; its total in nats."""
 
   step: int
+  total: float
   pieces: tuple[str, ...]
   values: np.ndarray
 
@@ -69,8 +70,8 @@ def _documents(file: dict[str, np.ndarray], k: int) -> Iterator[tuple[DocumentKe
     yield key, file["targets"][b, inside], file["contribution_KBT"][k, b, inside]
 
 
-def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[str, ...], np.ndarray]:
-  """(texts, values) of pieces; tokens that share a character form one piece, a token without text is END."""
+def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[float, tuple[str, ...], np.ndarray]:
+  """(total, texts, values) of pieces; tokens that share a character form one piece, a token without text is END."""
   decoder = codecs.getincrementaldecoder("utf-8")("replace")
   pieces, sums, text, total, size = [], [], "", 0.0, 0
   for place, (number, value) in enumerate(zip(ids, values, strict=True), 1):
@@ -83,4 +84,4 @@ def _pieces(ids: Iterable[int], values: np.ndarray, tokenizer) -> tuple[tuple[st
       pieces.append(text or END)
       sums.append(total)
       text, total = "", 0.0
-  return tuple(pieces), np.array(sums)
+  return float(values.sum()), tuple(pieces), np.array(sums)
