@@ -11,6 +11,8 @@ import tiny
 from flax import nnx
 
 from maxghost import ghost, models
+from maxghost.ghost.attach import matching, parameters
+from maxghost.training.scoring import excluded
 
 N, IN, OUT = 7, 6, 4
 
@@ -55,6 +57,15 @@ def test_a_subclass_needs_a_rule_of_its_own():
 
   with pytest.raises(ValueError, match=r"bias \(Squared\)"):
     ghost.attach(abstract(lambda rngs: Squared(IN, OUT, rngs=rngs)), num_examples=N)
+
+
+def test_nothing_to_score_is_told_by_the_keys_and_the_trained_parameters():
+  """The paths of all parameters that a mask keeps as they are would hide both."""
+  cfg = tiny.make_config(trainable_parameters_mask=("*norm*",), ghost_exclude=("*norm*",))
+  model = nnx.merge(*tiny.abstract_split(cfg))
+  with pytest.raises(ValueError, match=r"^ghost_exclude=\*norm\* leaves no parameter to score; paths: \S+") as error:
+    matching(parameters(model), excluded(cfg, model))
+  assert "mlp" not in str(error.value)
 
 
 def test_an_exclude_pattern_covers_what_has_no_rule():

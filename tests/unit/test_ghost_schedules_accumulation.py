@@ -120,6 +120,18 @@ def test_micro_batches_draw_masks_of_their_own(changes):
   assert (first != second)[equal["targets_segmentation"][0] != 0].all()
 
 
+def test_weights_may_be_narrower_than_what_is_computed():
+  """The sums over micro-batches are then in the type of the losses."""
+  cfg = tiny.make_config(dtype="float64", weight_dtype="float32", base_num_decoder_layers=1, remat_policy="none")
+  with jax.enable_x64(True), tiny.cheap_compilation():
+    model = Model(*nnx.split(tiny.make_model(cfg), nnx.Param, ...))
+    pass_of = jax.jit(lambda count: passes.accumulated(model, objectives.create(cfg), UNEVEN, count), static_argnums=0)
+    whole, split = (tiny.by_label(pass_of(count).grads) for count in (1, 3))
+  for label, gradient in whole.items():
+    assert split[label].dtype == np.float32
+    assert oracles.relative_error(split[label], gradient) < 1e-6, label
+
+
 WHOLE = {
   "path": {"mtp_num_layers": 0}, "adam": {"ghost_direction": "adam", "logits_via_embedding": True},
   "muon": {"opt_type": "muon"}, "secant": {"ghost_curvature": "secant", "ghost_val_refresh_steps": 0},

@@ -291,6 +291,22 @@ def test_without_momentum_every_step_is_one_from_rest():
         assert KAPPA * np.vdot(u, g) == pytest.approx(float(np.vdot(G, step)), rel=1e-12)
 
 
+def test_weights_may_be_narrower_than_what_is_computed():
+  """With dtype=float64 and float32 weights, the constants of a step from rest are in float64."""
+  rule, label = Muon(BETA), "decoder/layers/mlp/wo/kernel"
+  rng = np.random.default_rng(4)
+  with jax.enable_x64(True):
+    g, G = rng.normal(size=(2, 5, 7))
+    narrow, wide = (
+      rule.response(
+        Parameter(label, 1, 0, Matrix(1, 1)), jnp.asarray(g, dtype), {"first_moment": jnp.zeros((5, 7), "float32")},
+        rule.scalars(jnp.uint32(3), KAPPA),
+      ).transpose(jnp.asarray(G, dtype)) for dtype in ("float32", "float64")
+    )  # fmt: skip
+  assert narrow.dtype == np.float32
+  assert oracles.relative_error(narrow, wide) < 1e-5
+
+
 # The train step.
 
 STEP = {"opt_type": "muon", "muon_beta": 0.8, "muon_weight_decay": 0.2, "learning_rate": 3e-3, "adam_b2": 0.9}

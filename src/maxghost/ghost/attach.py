@@ -135,13 +135,13 @@ def parameters(model: nnx.Module) -> dict[str, Parameter]:
 
 def matching(labels: Collection[str], patterns: tuple[str, ...], key: str = "ghost_exclude") -> set[str]:
   """The parameter paths that match fnmatch patterns, those of `key`. Raises ConfigError for one without a match."""
-  found = set()
-  for pattern in patterns:
-    if not (hits := fnmatch.filter(labels, pattern)):
-      raise ConfigError(f"{key} pattern '{pattern}' matches no parameter; paths: {', '.join(labels)}")
-    found.update(hits)
-  if key == "ghost_exclude" and len(found) == len(labels):
-    raise ConfigError(f"{key}={','.join(patterns)} leaves no parameter to score; paths: {', '.join(labels) or 'none'}")
+  hits = {pattern: fnmatch.filter(labels, pattern) for pattern in patterns}
+  if missed := [pattern for pattern in patterns if not hits[pattern]]:
+    raise ConfigError(f"{key} pattern '{missed[0]}' matches no parameter; paths: {', '.join(labels)}")
+  found = set[str]().union(*hits.values())
+  if key == "ghost_exclude" and len(found) == len(labels):  # untrained ones by whole paths, not by keys
+    given, left = ([x for x in a if x not in b] or a for a, b in ((patterns, labels), (labels, patterns)))
+    raise ConfigError(f"{key}={','.join(given)} leaves no parameter to score; paths: {', '.join(left) or 'none'}")
   return found
 
 

@@ -240,7 +240,7 @@ class PathResponse(Response):
   def _from_rest(self, g, x_K):
     """P_t of a matrix without momentum: N is a multiple of g."""
     n, beta, t = self.matrix.view(g), self.rule.beta, self.count + 1
-    share = beta * (1 - beta) / (1 - beta ** (t + 1)) + (1 - beta) / (1 - beta**t)
+    share = (beta * (1 - beta) / (1 - beta ** (t + 1)) + (1 - beta) / (1 - beta**t)).astype(g.dtype)
     size = share * jnp.sqrt(jnp.sum(jnp.square(n), (-2, -1), keepdims=True)) + self.rule.adam.eps
     made = orthogonal.balanced(share * n / size, self.matrix.view(x_K))
     return (self.rule.scale(*n.shape[-2:]) * share / size[None] * made).reshape(x_K.shape)

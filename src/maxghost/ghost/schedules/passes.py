@@ -225,7 +225,7 @@ def accumulated(model: Model, loss_fn, batch, num_micro, twin: Twin | None = Non
     return (total + weight, grads), (out.loss * weight, out.losses, out.weights, scores, metrics)
 
   shapes = jax.eval_shape(functools.partial(run, objective), jax.tree.map(lambda x: x[0], numbered[1]))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes.grads)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, shapes.weights.dtype)), shapes.grads)
   init = jnp.zeros((), shapes.weights.dtype), zeros
   (total, grads), (loss, losses, weights, scores, metrics) = jax.lax.scan(body, init, numbered)
   inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
