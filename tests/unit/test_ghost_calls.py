@@ -13,6 +13,7 @@ from flax import nnx
 from test_ghost_foreign import CLASSES, N_VAL, TOKENS, WIDTH, N, randomized, score, tagging_batch, tagging_loss
 
 from maxghost import ghost
+from maxghost.ghost import rules
 
 
 def stacked(rngs):
@@ -142,3 +143,74 @@ def test_layers_may_be_called_with_arguments_by_name():
   expected = score(ghost.GhostEngine(engine="perexample"), model, train, val, loss_fn=tagging_loss)
   for label, value in expected.per_param.items():
     assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+
+
+class Field(nnx.Module):
+  """Layers that `call` uses in its own way."""
+
+  def __init__(self, call):
+    self.first, self.second = nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 1, rngs=nnx.Rngs(1))
+    self.call = call
+
+  def potential(self, x):
+    return self.second(jnp.tanh(self.first(x))).sum()
+
+  def __call__(self, x):
+    return self.call(self, x)
+
+
+def with_state_doubled(model, x):
+  graphdef, state = nnx.split(model.first)
+  return nnx.merge(graphdef, jax.tree.map(lambda a: 2 * a, state))(x)
+
+
+@pytest.mark.parametrize("schedule", ["two_pass", "concat"])
+@pytest.mark.parametrize(
+  ("call", "said"),
+  [
+    (lambda model, x: jax.grad(model.potential)(x), "first/kernel.*: scores do not add up"),
+    (with_state_doubled, "first/kernel.*: scores do not add up"),
+  ],
+  ids=["gradient", "state"],
+)
+def test_a_model_that_differentiates_a_layer_or_sets_all_of_its_state_is_refused(call, said, schedule):
+  """The backward pass of a probed layer scores one use of its parameters, of their own values."""
+  model, rng, engine = Field(call), np.random.default_rng(3), ghost.GhostEngine(schedule=schedule)
+  train, val = (rng.normal(size=(num, WIDTH)).astype(np.float32) for num in (5, 4))
+  for _ in range(2):
+    with pytest.raises(ValueError, match=said):
+      engine.score(model, train, val, loss_fn=lambda model, x: jnp.square(model(x) - 1).sum(-1))
+
+
+class Weighted(nnx.Module):
+  def __init__(self):
+    self.weight = nnx.Param(jnp.ones(WIDTH))
+
+  def __call__(self, x):
+    return x * jnp.broadcast_to(self.weight[...], x.shape)
+
+
+def test_a_rule_with_a_wrong_score_is_refused(monkeypatch):
+  class Twice(ghost.Rule):
+    def score(self, call, name, direction):
+      return 2 * super().score(call, name, direction)
+
+  monkeypatch.setitem(rules.RULES, Weighted, Twice())
+  x = np.random.default_rng(3).normal(size=(5, WIDTH)).astype(np.float32)
+  with pytest.raises(ValueError, match=r"^weight: scores do not add up"):
+    ghost.GhostEngine().score(Weighted(), x, x[:4], loss_fn=lambda model, x: jnp.square(model(x) - 1).sum(-1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ids_outside_of_a_table_that_the_model_leaves_out_have_no_part_in_a_score(rank):
+  """JAX looks up NaN for them."""
+
+  def loss_fn(model, ids):
+    return jnp.square(jnp.where(ids[..., None] < TOKENS, model(ids), 0)).sum((1, 2))
+
+  model, ids = nnx.Embed(TOKENS, 8, rngs=nnx.Rngs(0)), np.array([[0, 1, TOKENS], [1, 2, 2], [TOKENS + 5, 0, 0]])
+  found = [
+    score(ghost.GhostEngine(engine=engine, rank=r), model, ids, ids, loss_fn=loss_fn).dot
+    for engine, r in (("graddotprod", rank), ("perexample", 0))
+  ]
+  assert np.isfinite(found[0]).all() and (rank or oracles.relative_error(*found) < 1e-5)

@@ -376,6 +376,13 @@ def groups(params):
   return jax.tree.map(lambda x: "first" if x.ndim > 1 else "rest", params)
 
 
+def own_step():
+  def doubled(updates, state, params=None):
+    return jax.tree.map(lambda x: 2 * x, updates), state
+
+  return optax.GradientTransformation(lambda params: optax.EmptyState(), doubled)
+
+
 def state_of(transformation, **options):
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
   return ghost.AdamState.from_optax(nnx.Optimizer(model, transformation, wrt=nnx.Param), **options)
@@ -404,6 +411,8 @@ def state_of(transformation, **options):
       "scale",
     ),
     (optax.lookahead(optax.adam(1e-3), 3, 0.5), "lookahead"),
+    (optax.chain(own_step(), optax.adam(1e-3)), "own_step"),
+    (optax.chain(optax.scale_by_adam(), own_step()), "own_step"),
   ],
 )
 def test_the_state_of_an_optimizer_that_is_not_adam_is_refused_by_name(made, named):

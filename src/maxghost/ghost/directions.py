@@ -6,7 +6,7 @@ direction in use.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -237,3 +237,11 @@ def along(param: ScoredParam, direction: Direction, weight_gradient):
   g_IO = param.parameter.matrices(g, 0)
   left_g = jnp.einsum("k...ir,...io->k...ro", direction.left, g_IO, precision=jax.lax.Precision.HIGHEST)
   return jnp.sum(left_g * direction.right, axis=tuple(range(1, left_g.ndim)))
+
+
+def products(param: ScoredParam, gradient, parts: Sequence):
+  """`along` of each layer, [*stack, K]; with groups one by one, as a device needs the factors of all its experts."""
+  run: Callable = lambda arrays: along(param, form(param, arrays[1:], None)[0], arrays[0])  # noqa: E731
+  for _ in param.stack_shape:
+    run = functools.partial(jax.lax.map, run) if param.parameter.groups else jax.vmap(run)
+  return run((gradient, *parts))

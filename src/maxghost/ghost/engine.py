@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
-from maxghost.ghost import schedules
+from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import total
@@ -137,20 +137,25 @@ class GhostEngine:
     if key not in self._compiled:
       _refuse_randomness(model, loss_fn, train_batch)
       program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
+      if self._schedule == "concat" and state is None:  # which holds no direction for `_refuse_incomplete`
+        other = copy.copy(self)
+        other.schedule, other._schedule, other._compiled = "two_pass", "two_pass", collections.OrderedDict()
+        other.score(model, train_batch, val_batch, loss_fn=loss_fn)
       self._compiled[key] = program, held, set()
     self._compiled.move_to_end(key)
     while len(self._compiled) > MAX_COMPILED:
       self._compiled.popitem(last=False)
     program, _, checked = self._compiled[key]
     run = functools.partial(program, params, rest, train_batch, val_batches, state, delta)
-    result, largest = run(all_rows)
+    result, largest, sums = run(all_rows)
     # A score that is 0 (below a head of zeros) or NaN would hide that rows read each other.
     if found := {label for label, (own, _) in largest.items() if label not in checked and 0 < own < np.inf}:
       unit = np.arange(len(all_rows)) // as_objective(loss_fn).rows_per_unit
       bits = int(unit[-1]).bit_length()  # any two units differ in a bit of their numbers
       for counted in (unit >> place & 1 == one for place in range(bits) for one in (0, 1)):
         _refuse_coupled(run(counted)[1])
-      checked |= found
+    _refuse_incomplete(sums, checked)
+    checked |= found
     if not jnp.isfinite(loss := result.val_loss).all():
       raise ValueError(f"validation loss is {loss}: a validation batch needs tokens that count, finite losses")
     return result
@@ -178,6 +183,7 @@ class GhostEngine:
   def _compile(self, model, graphdef, loss_fn, train_batch, val_batches, many: bool = True):
     twin, views = None, parameters(model)
     left_out, rule = matching(views, self.exclude), self.spec.rule
+    narrow = any("float16" in str(getattr(x, "dtype", "")) for _, x in nnx.iter_graph(model))  # gradients may stall
     scored = tuple(label for label in views if label not in left_out)
     if self.engine == "graddotprod":
       leading, of_val = (jax.tree.leaves(batch)[0].shape for batch in (train_batch, val_batches[0]))
@@ -187,7 +193,7 @@ class GhostEngine:
       of_self = {"spec": self.spec, "exclude": self.exclude, "schedule": self.schedule}
       twin = prepare_twin(model, train_batch, loss_fn, num_sets=len(val_batches), **of_batch, **of_self)
 
-    def run(params, rest, train_batch, val_batches, state, delta, counted) -> tuple[GhostResult, dict]:
+    def run(params, rest, train_batch, val_batches, state, delta, counted) -> tuple[GhostResult, dict, dict]:
       settings = schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy)
       lacking = {} if state is None else {x: set(rule.reads(views[x])).difference(state.of(x)) for x in scored}
       if names := " and ".join(sorted(set().union(*lacking.values()))):
@@ -203,7 +209,10 @@ class GhostEngine:
       masks = [rows[:, None] if self.per_position else rows for rows in (counted, ~counted)]
       scores = out.passed.scores if twin else {}
       largest = {label: [jnp.abs(jnp.where(m, v, 0)).max() for m in masks] for label, v in scores.items()}
-      return self._result(problem, out, many), largest
+      known = by_label(out.passed.grads), out.parts, out.passed.facts
+      checkable = twin.scored if twin and any(known[1:]) and not narrow else ()
+      sums = {p.label: (*ledger.score_sums((p,), scores), ledger.used((p,), *known)) for p in checkable}
+      return self._result(problem, out, many), largest, sums
 
     return jax.jit(run)
 
@@ -311,6 +320,15 @@ def _refuse_coupled(largest: dict) -> None:
     said = f"{coupled}: scores of a row depend on the losses of other rows. Give layers the batch axis first, and keep"
     said += " rows apart and in order (no BatchNorm in training mode, no negatives from the batch), or name these paths"
     raise ValueError(f"{said} in ghost_exclude, or use ghost_schedule=forward_mode")
+
+
+def _refuse_incomplete(sums: dict, checked: set) -> None:
+  """Raises ValueError where scores do not add up. sums: {label: (of scores, of their sizes, <g, u>)}, [K] each."""
+  rest = 1e-2 * np.max(np.nan_to_num(np.abs([x[1:] for x in sums.values()])), initial=0)  # rounding, where g is 0
+  far = [label for label, (x, size, used) in sums.items() if np.any(np.abs(x - used) > 0.05 * size + rest)]
+  if labels := ", ".join(label for label in far if label not in checked):
+    said = f"{labels}: scores do not add up to <gradient, direction>: the model differentiates the layer or sets its"
+    raise ValueError(f"{said} state, or its rule is wrong. Use ghost_exclude, or ghost_schedule=forward_mode")
 
 
 def _shapes(batch, first_axis: int = 0):

@@ -10,7 +10,6 @@ tell which part of the prediction is curvature (`predicted_curvature`), and what
 K validation sets. Trees are dicts {label: array}.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -107,21 +106,9 @@ def used(scored_params, grads: dict, parts: dict, facts: dict) -> Any:
   """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0
   for param in scored_params:
-    if param.spec.in_backward:
-      total = total + facts[param.label][..., 1].reshape(-1, facts[param.label].shape[-2]).sum(0)
-      continue
-    if len(param.stack_shape) > 1:
-      raise ValueError(f"{param.label} is stacked {len(param.stack_shape)} times; one layer axis is supported")
-
-    def one(arrays, param=param):
-      g, *arrays = arrays
-      direction, _ = directions.form(param, arrays, g)
-      return directions.along(param, direction, g)
-
-    arrays = (grads[param.label], *parts[param.label])
-    # With groups layer by layer, because a device needs the whole factors of all its experts.
-    mapped = functools.partial(jax.lax.map, one) if param.parameter.groups else jax.vmap(one)
-    total = total + (mapped(arrays).sum(0) if param.stack_shape else one(arrays))
+    label = param.label
+    found = facts[label][..., 1] if param.spec.in_backward else directions.products(param, grads[label], parts[label])
+    total = total + found.reshape(-1, found.shape[-1]).sum(0)
   return total
 
 

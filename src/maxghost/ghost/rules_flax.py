@@ -101,12 +101,13 @@ class EmbedRule(Rule):
       b = b.astype(call.module.dtype)
       x, b = rounding.operands(getattr(call.module, "precision", None), x, b)
       return matrix_scores(call, b, x, direction, 1)
-    if direction.full is not None:
-      return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0), b) for u_VD in direction.full])
+    if direction.full is not None:  # ids outside of the table have no part in its gradient
+      return jnp.stack([call.reduce(jnp.take(u_VD, x, axis=0, fill_value=0), b) for u_VD in direction.full])
     # <b, Q[id] R> = <b Rᵀ, Q[id]> for every set: left [K, V, r], right [K, r, D]
     wide = jnp.promote_types(b.dtype, jnp.float32)
     b_Kr = dense.contract(b, jnp.moveaxis(direction.right.astype(b.dtype), 2, 0), 1, "highest", wide)
-    return _reduce_sets(call, jnp.take(jnp.moveaxis(direction.left, 0, 1), x, axis=0).astype(wide), b_Kr)
+    left_Kr = jnp.take(jnp.moveaxis(direction.left, 0, 1), x, axis=0, fill_value=0)
+    return _reduce_sets(call, left_Kr.astype(wide), b_Kr)
 
 
 @rule(nnx.RMSNorm, nnx.LayerNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.BatchNorm, nnx.PReLU)

@@ -275,6 +275,4 @@ class OutputProjectionRule(LinearGeneralRule):
   """`models.output_head.OutputProjection`: a dense layer, or its losses by tiles."""
 
   methods = ("__call__", "losses")
-
-  def passes(self, twin, method, static):
-    return TiledPasses(self, twin, method, *static) if method == "losses" else None
+  passes = TiedTableRule.passes

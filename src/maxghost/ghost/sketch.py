@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.attach import Twin
-from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost.directions import DirectionSpec, products
 from maxghost.ghost.schedules.base import Model
 from maxghost.ghost.schedules.passes import train_pass
 
@@ -84,23 +84,9 @@ def sketch_gradient(twin: Twin, gradient: dict, key, num_directions: int, scale:
 
   def one(*keys):
     parts = random_directions(twin, keys[0], scale, *keys[1:])
-    return jnp.concatenate([_along(p, parts[p.label], gradient[p.label]) for p in twin.scored])
+    return jnp.concatenate([products(p, gradient[p.label], parts[p.label]).reshape(-1) for p in twin.scored])
 
   return _for_each(one, key, num_directions, side).T
-
-
-def _along(param, parts, gradient):
-  """<gradient, direction> [layers] of one parameter."""
-  axis = len(param.stack_shape)
-  if param.low_rank:
-    left, right = parts
-    left_LI, right_LO = (x.squeeze(axis) for x in (left.squeeze(-1), right.squeeze(-2)))
-    matrices = param.parameter.matrices(gradient, axis)
-    rows_LO = jnp.einsum("...io,...i->...o", matrices, left_LI, precision="highest")
-    product = (rows_LO * right_LO).sum(-1)
-  else:
-    product = parts[0].squeeze(axis) * gradient
-  return product.sum(tuple(range(axis, product.ndim))).reshape(-1)
 
 
 def factored(scale):

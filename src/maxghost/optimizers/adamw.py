@@ -214,7 +214,9 @@ def _steps(x: Any, seen: list) -> list[tuple[str, Any]]:
   found, inner = [], vars(x.__self__) if isinstance(x, types.MethodType) else x  # optax.MultiSteps
   if isinstance(x, types.FunctionType):
     name, inner = x.__qualname__.split(".")[0], inspect.getclosurevars(x).nonlocals
-    found = [(name, inner)] if x.__name__ == "update_fn" and name not in _WRAPPERS else []
+    needs = x.__code__.co_argcount - len(x.__defaults__ or ())  # 1: a schedule or a mask; of a user's update: 2 or 3
+    own = needs > 1 and not f"{x.__module__}.".startswith(("optax.", "maxghost."))
+    found = [(name, inner)] if own or (x.__name__ == "update_fn" and name not in _WRAPPERS) else []
   inner = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, (tuple, list)) else ()
   parts = [_steps(one, seen) for one in inner]
   return found + [step for part in parts for step in (_changing(part) if isinstance(x, dict) else part)]
