@@ -424,6 +424,15 @@ def test_the_state_of_an_optimizer_that_is_not_adam_is_refused_by_name(made, nam
       ghost.AdamState.from_optax(made.init({"w": jnp.ones(2)}))
 
 
+def test_an_optimizer_with_two_adams_is_refused():
+  """The moments of the second are those of the first one's steps."""
+  twice = optax.chain(optax.scale_by_adam(), optax.scale_by_adam(), optax.scale(-1e-3))
+  with pytest.raises(ValueError, match=r"several 'mu' of a parameter: opt_type=adamw keeps one"):
+    state_of(twice)
+  groups_apart = optax.multi_transform({"first": optax.adam(1e-3), "rest": optax.adam(1e-2)}, groups)
+  assert set(state_of(groups_apart).second_moments) == {"bias", "kernel"}
+
+
 @pytest.mark.parametrize(
   "made",
   [

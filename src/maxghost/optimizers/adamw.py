@@ -200,10 +200,9 @@ def _changing(steps: list) -> list:
   first = next((i for i, (name, _) in enumerate(steps) if name == "scale_by_adam"), None)
   if first is None:
     return [step for step in steps if step[0].startswith("scale_by_") and step[0] not in _AFTER]
-  before = [
-    (f"{name} before Adam" if name in _AFTER else name, own) for name, own in steps[:first] if name not in _BEFORE
-  ]
-  return before + [step for step in steps[first:] if step[0] not in _AFTER]
+  before = [step for step in steps[:first] if step[0] not in _BEFORE]
+  named = [(f"{name} before Adam" if name in _AFTER else name, own) for name, own in before]
+  return named + [step for step in steps[first:] if step[0] not in _AFTER]
 
 
 def _steps(x: Any, seen: list) -> list[tuple[str, Any]]:

@@ -257,14 +257,16 @@ class UpdateRule(abc.ABC):
       optimizer, count = optimizer.opt_state, optimizer.step[...] if count is None else count
     arrays = {}
     for name, key in self.state_keys.items():
-      if not (trees := optax.tree_utils.tree_get_all_with_path(optimizer, key)):
+      trees = optax.tree_utils.tree_get_all_with_path(optimizer, key)
+      found = [of_label for _, tree in trees for of_label in by_label(tree).items()]
+      if not found:
         raise ValueError(f"the optimizer's state has no '{key}', which opt_type={self.name} keeps: give its own state")
-      arrays[name] = {label: x for _, tree in trees for label, x in by_label(tree).items()}
-    if count is None:
-      if not (counts := optax.tree_utils.tree_get_all_with_path(optimizer, "count")):
-        raise ValueError("the optimizer's state has no step count: give count=")
-      count = counts[0][1]
-    return RuleState(arrays, count, clip_factor)
+      if len(arrays.setdefault(name, dict(found))) < len(found):
+        raise ValueError(f"the optimizer's state has several '{key}' of a parameter: opt_type={self.name} keeps one")
+    counts = optax.tree_utils.tree_get_all_with_path(optimizer, "count") if count is None else [((), count)]
+    if not counts:
+      raise ValueError("the optimizer's state has no step count: give count=")
+    return RuleState(arrays, counts[0][1], clip_factor)
 
   def state_shapes(self, parameter: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape and dtype} of the arrays kept for a parameter."""
@@ -286,8 +288,7 @@ def widened(given: optax.GradientTransformation) -> optax.GradientTransformation
 
 def to_come(values_S: np.ndarray, factor: float) -> np.ndarray:
   """[S]: the sum over k >= 0 of factor^k values_{t+k}."""
-  sums = itertools.accumulate(reversed(values_S), lambda later, value: value + factor * later)
-  return np.array([*sums])[::-1]
+  return np.array([*itertools.accumulate(reversed(values_S), lambda later, value: value + factor * later)])[::-1]
 
 
 def each_layer(function: Callable, depth: int, *arrays):
