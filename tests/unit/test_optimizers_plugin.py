@@ -433,9 +433,24 @@ def test_an_optimizer_with_two_adams_is_refused():
   assert set(state_of(groups_apart).second_moments) == {"bias", "kernel"}
 
 
+def own_functions():
+  """Adam with a schedule and a mask that call functions of two arguments, which are no steps."""
+
+  def keep(path, x):
+    return x.ndim > 1
+
+  def rising(step, peak):
+    return peak * step
+
+  return optax.adamw(
+    lambda step: rising(step, 1e-3), b1=0.8, mask=lambda params: jax.tree_util.tree_map_with_path(keep, params)
+  )
+
+
 @pytest.mark.parametrize(
   "made",
   [
+    own_functions(),
     optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-3, 10, 100), b1=0.8, mask=lambda p: jax.tree.map(jnp.ndim, p)),
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, b1=0.8), optax.scale(0.5)),
     optax.apply_if_finite(optax.MultiSteps(optax.adamw(1e-3, b1=0.8), 2).gradient_transformation(), 3),

@@ -139,8 +139,9 @@ def matching(labels: Collection[str], patterns: tuple[str, ...], key: str = "gho
   if missed := [pattern for pattern in patterns if not hits[pattern]]:
     raise ConfigError(f"{key} pattern '{missed[0]}' matches no parameter; paths: {', '.join(labels)}")
   found = set[str]().union(*hits.values())
-  if key == "ghost_exclude" and len(found) == len(labels):  # untrained ones by whole paths, not by keys
-    given, left = ([x for x in a if x not in b] or a for a, b in ((patterns, labels), (labels, patterns)))
+  if key == "ghost_exclude" and len(found) == len(labels):
+    given = [x for x in patterns if x not in labels] or patterns  # without the paths of untrained parameters
+    left = [x for x in labels if x not in patterns] or labels
     raise ConfigError(f"{key}={','.join(given)} leaves no parameter to score; paths: {', '.join(left) or 'none'}")
   return found
 

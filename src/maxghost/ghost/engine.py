@@ -154,7 +154,8 @@ class GhostEngine:
       bits = int(unit[-1]).bit_length()  # any two units differ in a bit of their numbers
       for counted in (unit >> place & 1 == one for place in range(bits) for one in (0, 1)):
         _refuse_coupled(run(counted)[1])
-    _refuse_incomplete(sums, checked)
+    if sums.keys() - checked:
+      _refuse_incomplete(jax.device_get(sums), checked)
     checked |= found
     if not jnp.isfinite(loss := result.val_loss).all():
       raise ValueError(f"validation loss is {loss}: a validation batch needs tokens that count, finite losses")

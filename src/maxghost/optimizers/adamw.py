@@ -177,8 +177,7 @@ class AdamState:
       raise ValueError(f"{said} and set adam_b1, adam_b2 and adam_eps of the engine's configuration to them")
     constants = frozenset(tuple(float(own[name]) for name in ("b1", "b2", "eps")) for _, own in steps)
     state = AdamW().read(state, count=count, clip_factor=clip_factor)
-    second, first = (state.arrays[name] for name in ("second_moment", "first_moment"))
-    return cls(second, state.count, state.clip_factor, first, constants)
+    return cls(state.arrays["second_moment"], state.count, state.clip_factor, state.arrays["first_moment"], constants)
 
   def rule_state(self, rule: UpdateRule | None = None) -> RuleState:
     """Raises ValueError for constants that are not those of `rule`."""
@@ -213,9 +212,9 @@ def _steps(x: Any, seen: list) -> list[tuple[str, Any]]:
   found, inner = [], vars(x.__self__) if isinstance(x, types.MethodType) else x  # optax.MultiSteps
   if isinstance(x, types.FunctionType):
     name, inner = x.__qualname__.split(".")[0], inspect.getclosurevars(x).nonlocals
-    needs = x.__code__.co_argcount - len(x.__defaults__ or ())  # 1: a schedule or a mask; of a user's update: 2 or 3
-    own = needs > 1 and not f"{x.__module__}.".startswith(("optax.", "maxghost."))
-    found = [(name, inner)] if own or (x.__name__ == "update_fn" and name not in _WRAPPERS) else []
+    found = [(name, inner)] if x.__name__ == "update_fn" and name not in _WRAPPERS else []
+    if not f"{x.__module__}.".startswith(("optax.", "maxghost.")):  # the user's: a schedule or mask has one argument
+      found, inner = [(name, {})] if x.__code__.co_argcount - len(x.__defaults__ or ()) > 1 else [], {}
   inner = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, (tuple, list)) else ()
   parts = [_steps(one, seen) for one in inner]
   return found + [step for part in parts for step in (_changing(part) if isinstance(x, dict) else part)]
