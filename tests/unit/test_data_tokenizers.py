@@ -339,6 +339,9 @@ def test_wrong_settings_are_named(made, tmp_path):
   (tmp_path / "junk").write_bytes(b"junk")
   for kind in ("huggingface", "sentencepiece", "tiktoken"):
     assert f"tokenizer_path={tmp_path}/junk is no" in refused(kind, str(tmp_path / "junk"))
+  empty = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}
+  (tmp_path / "empty").write_text(json.dumps(empty))
+  assert f"tokenizer_path={tmp_path}/empty is no tokenizer.json: max() " in refused("huggingface", f"{tmp_path}/empty")
   assert "did you mean 'o200k_base'" in refused("tiktoken", "o200k_bas")
   cfg = dataclasses.replace(config.load().data, tokenizer_type="huggingface", tokenizer_path=made["huggingface"])
   with pytest.raises(ConfigError, match="vocab_size=259 is smaller than the 300 ids"):

@@ -26,6 +26,8 @@ def entry(key: str, value) -> bytes:
     return text(key) + struct.pack("<I", 8) + text(value)
   if isinstance(value, bool):
     return text(key) + struct.pack("<I?", 7, value)
+  if isinstance(value, np.int32):
+    return text(key) + struct.pack("<Ii", 5, value)
   if isinstance(value, list) and isinstance(value[0], str):
     return text(key) + struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
   if isinstance(value, list):
@@ -173,13 +175,13 @@ def test_cut_files(tmp_path):
 SUPER = {"embed": 256, "mlp": 512, "heads": 2, "kv": 1, "width": 128}  # rows hold whole blocks of 256 values
 
 
-def write_by_the_library(path, kind, raw=None):
+def write_by_the_library(path, kind, raw=None, renamed=None, endian="LITTLE"):
   """A Llama of one layer by gguf's own writer; blk.0.ffn_gate of the given type. Returns {GGUF name: what it holds}.
 
-  raw: bytes [rows, bytes of a row] of that tensor, where the library cannot quantise it.
+  raw: bytes [rows, bytes of a row] of that tensor, where the library cannot quantise it. renamed: other names.
   """
   rng, s = np.random.default_rng(5), SUPER
-  writer = library.GGUFWriter(path, "llama")
+  writer = library.GGUFWriter(path, "llama", endianess=library.GGUFEndian[endian])
   writer.add_block_count(1)
   writer.add_context_length(77)
   writer.add_embedding_length(s["embed"])
@@ -198,7 +200,7 @@ def write_by_the_library(path, kind, raw=None):
   for name, shape in shapes.items():
     held[name] = rng.normal(size=shape).astype(np.float32)
     if name != "blk.0.ffn_gate":
-      writer.add_tensor(f"{name}.weight", held[name])
+      writer.add_tensor((renamed or {}).get(name, f"{name}.weight"), held[name])
       continue
     held[name] = library.quants.quantize(held[name], kind) if raw is None else raw
     writer.add_tensor(f"{name}.weight", held[name], raw_dtype=kind)
@@ -207,6 +209,21 @@ def write_by_the_library(path, kind, raw=None):
   writer.write_tensors_to_file()
   writer.close()
   return held
+
+
+def test_a_file_of_a_big_endian_machine_is_refused(tmp_path):
+  """The package reads its blocks as if their bytes were in the usual order."""
+  write_by_the_library(tmp_path / "m.gguf", library.GGMLQuantizationType.F32, endian="BIG")
+  with pytest.raises(ConfigError, match="it is of a big-endian machine"):
+    gguf.open_file(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"])
+def test_a_tensor_under_the_name_of_hugging_face_is_unknown(tmp_path, name):
+  """Its rows may be in another order, and it may be there twice."""
+  write_by_the_library(tmp_path / "m.gguf", library.GGMLQuantizationType.F32, renamed={"blk.0.attn_q": name})
+  with pytest.raises(ConfigError, match=f"has unknown {name}"):
+    gguf.open_file(tmp_path / "m.gguf")
 
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -288,7 +305,9 @@ def test_k_types_against_loops_over_their_blocks(tmp_path, name):
     ({"general.architecture": 7}, r"is of architecture 7; only llama"),
     ({"tokenizer.ggml.tokens": 5}, r"tokenizer\.ggml\.tokens is no list of texts"),
     ({"tokenizer.ggml.eos_token_id": 9999}, r"its tokenizer does not fit together"),
+    ({"tokenizer.ggml.eos_token_id": np.int32(-1)}, r"its tokenizer does not fit together \(-1\)"),
     ({"tokenizer.ggml.merges": ["ab"]}, r"its tokenizer does not fit together"),
+    ({"tokenizer.ggml.pre": ["smollm"]}, r"tokenizer of kind gpt2 with splitting rule \['smollm'\]"),
   ],
 )
 def test_metadata_of_a_wrong_type_is_named(tmp_path, change, message):

@@ -140,7 +140,18 @@ def test_another_run_of_the_same_name_is_left_alone(tmp_path, manager, meshes):
   other.close()
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[:9], lambda text: text.replace(", 0]", ", 7]")])
+HAND_MADE = (  # without a checksum
+  "{}",
+  '{"run": "a", "attempts": 3}',
+  '{"run": "a", "attempts": [["b"]]}',
+  '{"run": "a", "attempts": [["b", "c"]]}',
+)
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [lambda text: text[:9], lambda text: text.replace(", 0]", ", 7]"), *(lambda _, one=one: one for one in HAND_MADE)],
+)
 def test_a_damaged_list_of_attempts_is_named(tmp_path, manager, meshes, damage):
   """Otherwise a local checkpoint could count that the run has gone back behind."""
   manager.restore_latest(abstract(tree_of(meshes[0], ("a", "b"))))

@@ -1,4 +1,4 @@
-"""Expert weights in MXFP4: what their bytes stand for, in a whole gpt-oss folder, and what is refused.
+"""Safetensors folders: expert weights in MXFP4, what their bytes stand for, in a whole gpt-oss folder; what is refused.
 
 E experts, D embed dim, M width of an expert, G groups of 32 inputs.
 """
@@ -120,3 +120,21 @@ def test_transformers_reads_the_same_numbers():
   theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.bfloat16)
   ours = safetensors_files.decode(blocks, scales)
   np.testing.assert_array_equal(theirs.float().numpy(), ours.astype(np.float32))
+
+
+def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path):
+  """Two files may hold different values."""
+  for name, held in (("a", ["x"]), ("b", ["x", "y"])):
+    safetensors.numpy.save_file(
+      {one: np.full(3, len(held), np.float32) for one in held}, tmp_path / f"{name}.safetensors"
+    )
+  index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+  (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+  with pytest.raises(LayoutError, match=r": x is not in the file that model\.\S+ names, or in others too"):
+    safetensors_files.open_tensors(tmp_path)
+
+
+def test_a_file_of_lists_in_lists_is_damaged(tmp_path):
+  (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+  with pytest.raises(LayoutError, match=r"index\.json is damaged or half copied: maximum recursion depth"):
+    safetensors_files.open_tensors(tmp_path)

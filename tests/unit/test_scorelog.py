@@ -151,6 +151,42 @@ def test_of_many_missing_intervals_the_first_are_named(tmp_path):
       attribution.load(tmp_path)
 
 
+@pytest.fixture
+def of_three(tmp_path):
+  """Steps 0 to 5 of three processes, of which the third has no rows."""
+  writers = [Writer(tmp_path, SETS, process=(process, 3), period=PERIOD) for process in range(3)]
+  for writer in writers:
+    writer.restore(None)
+  for step, writer in itertools.product(range(6), writers):
+    writer.append({"step": step}, {}, []) if writer is writers[2] else append(writer, step, tokens=99)
+  for writer in writers:
+    writer.close()
+  return tmp_path
+
+
+@pytest.mark.parametrize("process", [1, 2])
+def test_a_process_without_any_file_is_named(of_three, process):
+  for path in (of_three / "ghost").glob(f"*_p{process}.*"):
+    path.unlink()
+  assert lost(of_three) == f"all files of process {process} are missing"
+
+
+def test_processes_that_wrote_nothing_yet_or_that_a_checkpoint_took_back_are_not_missed(tmp_path):
+  """One process, then three, of which the third is killed before its first file; then one again, from before."""
+  append(one := Writer(tmp_path, SETS, period=PERIOD), 0)
+  one.close()
+  position = one.position()
+  begun = [Writer(tmp_path, SETS, process=(process, 3), period=PERIOD) for process in range(3)]
+  for writer in begun:
+    writer.restore(position if writer is begun[0] else {"step": 0, "num_steps": 0, "num_rows": 0})
+  for writer in begun[:2]:
+    append(writer, 1, tokens=99)
+    writer.close()
+  assert len(attribution.load(tmp_path).shards) == 2
+  Writer(tmp_path, SETS, period=PERIOD).restore(position)
+  assert attribution.load(tmp_path).steps["step"].tolist() == [0]
+
+
 def test_scores_compacted_to_parquet_by_an_earlier_version_are_named(run_dir):
   (run_dir / "ghost" / "parquet").mkdir()
   (run_dir / "ghost" / "parquet" / "rows_000000000_000000099.parquet").touch()
@@ -201,6 +237,15 @@ def test_lost_tokens_and_selection_lines_are_named(run_dir):
   np.testing.assert_array_equal(attribution.load(run_dir, accept_lost_rows=True).chosen(), chosen)
   path.unlink()
   assert "lines of 11 steps are missing" in lost(run_dir)
+
+
+def test_lost_tokens_and_selection_lines_are_named_when_a_run_goes_on(run_dir, capsys):
+  (run_dir / "ghost" / "tokens" / "step_6.npz").unlink()
+  (run_dir / "ghost" / "selection.jsonl").unlink()
+  Writer(run_dir, SETS, period=PERIOD).restore({"step": 8, "num_steps": 9, "num_rows": 27})
+  first, second = capsys.readouterr().err.splitlines()
+  assert first.endswith("/ghost: 1 files of tokens/ are missing, step_6.npz first; they stay missing")
+  assert "selection.jsonl: lines of 9 steps are missing or changed, that of step 0 first; they stay" in second
 
 
 def test_a_changed_token_file_is_named(run_dir):

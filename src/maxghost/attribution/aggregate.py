@@ -142,8 +142,7 @@ class TimeSums:
 
 def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.ndarray]:
   """(names, values [X, R]): an entry per layer of the stack, then one per module with values in layer 0 only."""
-  logged_SML = np.any(np.isfinite(modules.contribution_SMLDK), axis=(3, 4))
-  inside = np.any(logged_SML[:, :, 1:], axis=(0, 2))
+  inside = np.any(np.isfinite(modules.contribution_SMLDK[:, :, 1:]), axis=(0, 2, 3, 4))
   value_XL = np.nansum(value_XML[:, inside], 1)[:, : value_XML.shape[2] if inside.any() else 0]
   names = [f"layer {layer}" for layer in range(value_XL.shape[1])]
   names += [name for name, stacked in zip(modules.names, inside, strict=True) if not stacked]

@@ -270,7 +270,7 @@ def read_json(file: Path) -> dict[str, Any]:
   """Reads a JSON object. Raises LayoutError if the file is missing, holds anything else, or does not match its seal."""
   try:
     return check_seal(json.loads(file.read_text(encoding="utf-8")))
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, RecursionError) as error:
     raise LayoutError(f"{file} is damaged or half copied: {error}") from error
 
 

@@ -194,7 +194,8 @@ class CheckpointManager:
       if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
         but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
         self._say(f"maxghost: note: checkpoint {path} was made with {'; '.join(other)}: {but}")
-      return restored._replace(tree=jax.tree.map(_typed, restored.tree, abstract_tree))
+      typed = lambda leaf, like: jax.random.wrap_key_data(leaf, impl=key_impl(like)) if is_typed_key(like) else leaf  # noqa: E731
+      return restored._replace(tree=jax.tree.map(typed, restored.tree, abstract_tree))
     if unusable:
       steps = ", ".join(map(str, sorted(unusable)))
       way = "put a good one there, or remove them all to start again at step 0"
@@ -206,11 +207,19 @@ class CheckpointManager:
     """Records that this attempt continues after `step`. Later local checkpoints of earlier attempts are not used any
     more, not even those of machines that are absent now."""
     if distributed.is_first() and self._attempts_path.exists():
-      found = read_json(self._attempts_path)
+      found = self._attempts()
       found["attempts"].append([self._local.attempt if self._local else "", step])
       write_text(self._attempts_path, json.dumps(sealed(found)))
     if self._local:
       self._local.keep(local)
+
+  def _attempts(self) -> dict[str, Any]:
+    """The run's word and its attempts. Raises ConfigError where their file was changed."""
+    try:
+      found = read_json(self._attempts_path)
+      return {"run": str(found["run"]), "attempts": [[str(word), int(step)] for word, step in found["attempts"]]}
+    except (KeyError, TypeError, ValueError) as error:
+      raise ConfigError(f"{self._attempts_path} is damaged or half copied: {error!r}") from error
 
   def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origin: str) -> None:
     """Raises CheckpointError if the arrays, read from `origin`, are not those that `save` was given as frozen."""
@@ -285,7 +294,7 @@ class CheckpointManager:
         shutil.rmtree(lent, ignore_errors=True)
       if not self._attempts_path.exists():
         write_text(self._attempts_path, json.dumps(sealed({"run": secrets.token_hex(4), "attempts": []})))
-      found = read_json(self._attempts_path)
+      found = self._attempts()
       words = [found["run"], secrets.token_hex(4), found["attempts"]]
     run, attempt, attempts = distributed.gather(words)[0]
     own = full_path(folder) / f"{self._directory.parent.name}-{run}"
@@ -331,8 +340,7 @@ def _reason(error: Exception) -> str:
   if isinstance(error, TimeoutError):
     hangs = f"it was not written in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
     return _WAITED if "barrier" in str(error) else hangs
-  text = str(error).strip().splitlines()
-  return f"{type(error).__name__}: {text[0][:300] if text else ''}"
+  return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:
@@ -383,8 +391,3 @@ def _checksums(tree: Any) -> dict[str, int]:
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
   return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
-
-
-def _typed(leaf: jax.Array, like: Any) -> jax.Array:
-  """The reverse for one leaf, as `like` is typed."""
-  return jax.random.wrap_key_data(leaf, impl=key_impl(like)) if is_typed_key(like) else leaf

@@ -27,8 +27,7 @@ INDEX_VERSION = 1
 DOCUMENT_COLUMNS = {"id_hash": np.uint64, "content_hash": np.uint64, "path": np.uint32, "offset": np.int64,
                     "num_bytes": np.int64, "token_end": np.int64}  # fmt: skip
 BLOCK_COLUMNS = {"block_first": np.int64, "block_domain": np.uint16}
-PATH_COLUMNS = {"path_end": np.int64, "path_domain": np.uint16}
-COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, **PATH_COLUMNS}
+COLUMNS = {**DOCUMENT_COLUMNS, **BLOCK_COLUMNS, "path_end": np.int64, "path_domain": np.uint16}
 FIELD_TEXTS, FIELD_END = "fields.bin", "field_end"  # all fields as one text, and the end of each; only with fields
 _FIX = "run `python -m maxghost.data verify` and prepare again"
 

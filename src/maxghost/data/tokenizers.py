@@ -187,14 +187,14 @@ class HuggingFaceTokenizer(Tokenizer):
     raw = _read(file)
     try:
       self._inner = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
+      self.vocab_size = max((vocab := self._inner.get_vocab(with_added_tokens=True)).values()) + 1
     except Exception as error:  # the library raises plain Exception
       raise ConfigError(f"tokenizer_path={path} is no tokenizer.json: {error}") from error
     self._inner.encode_special_tokens = True
     self._inner.no_truncation()
     self._inner.no_padding()
     self.name, self.path, self.fingerprint, self._spelled = str(file), file, _digest(raw), self._inner.id_to_token
-    self.normalizes, vocab = self._inner.normalizer is not None, self._inner.get_vocab(with_added_tokens=True)
-    self.vocab_size = max(vocab.values()) + 1
+    self.normalizes = self._inner.normalizer is not None
     self._set_specials(vocab, file.parent / "tokenizer_config.json")
     added = self._inner.get_added_tokens_decoder()
     self.specials = {token.content: number for number, token in added.items() if token.special}

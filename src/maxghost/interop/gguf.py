@@ -69,6 +69,8 @@ def open_file(path: Path) -> GgufFile:
   try:
     with np.errstate(all="ignore"):  # sizes of a damaged file
       reader = Reader(path)
+      if reader.byte_order != "I":
+        raise ValueError("it is of a big-endian machine, whose blocks the package does not decode")
       metadata = {name: field.contents() for name, field in reader.fields.items()}
   except _DAMAGE as error:
     cause = " ".join(str(error).split())[:200] or type(error).__name__
@@ -82,6 +84,8 @@ def open_file(path: Path) -> GgufFile:
   heads["attn_k"] = file.number("attention.head_count_kv", default=heads["attn_q"])
   names = _huggingface_names(file, len(reader.tensors))
   for tensor in reader.tensors:
+    if tensor.name in names.values():  # llama.cpp knows no such tensor, and its rows might be in another order
+      raise LayoutError(f"{path} has unknown {tensor.name}")
     part, theirs = tensor.name.rpartition(".")[0].rpartition(".")[2], str(names.get(tensor.name, tensor.name))
     file.tensors[theirs] = _tensor(path, theirs, tensor, heads.get(part, 0) if file.family.gguf_pairs else 0)
   return file
@@ -148,7 +152,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
   kind, split = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "gpt-2")
   bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
   splits = {"gpt-2": [bytes_only], "smollm": [pre_tokenizers.Digits(individual_digits=True), bytes_only]}
-  if kind != "gpt2" or split not in splits:
+  if kind != "gpt2" or split not in [*splits]:
     said = f"{file.path}: tokenizer of kind {kind} with splitting rule {split}"
     raise LayoutError(f"{said}; known are gpt2 with {' or '.join(splits)}")
   tokens, kinds = file.texts("tokens"), said.get("tokenizer.ggml.token_type", [])
@@ -160,7 +164,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(splits[split]), tokenizers.decoders.ByteLevel()
     for which, add in ((_CONTROL, made.add_special_tokens), (_USER_DEFINED, made.add_tokens)):
       add([token for token, kind in zip(tokens, kinds, strict=False) if kind == which])
-    words: dict[str, Any] = {name: tokens[number] for name, number in ids.items() if number is not None}
+    words: dict[str, Any] = {name: dict(enumerate(tokens))[i] for name, i in ids.items() if i is not None}  # never -1
   except Exception as error:  # the package raises plain Exceptions
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
   folder.mkdir()

@@ -103,8 +103,7 @@ def rescale_checkpoint(
   """
   if to not in (MAXGHOST, MAXTEXT):
     raise LayoutError(f"to={to}: use {MAXGHOST} or {MAXTEXT}")
-  changed = _changed_tree(open_tree(source), head_dim, rope_pairs, to)
-  checkpoint = read_checkpoint(changed)
+  checkpoint = read_checkpoint(_changed_tree(open_tree(source), head_dim, rope_pairs, to))
   if checkpoint.values_from == to:
     raise LayoutError(f"{source} already holds query weights as {to} wants them; nothing to rescale")
   out = full_path(target_path)

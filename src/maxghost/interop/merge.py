@@ -35,8 +35,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
   if unlike := differing(place.config.model, model):
     raise LayoutError(f"the base is another model than {path}: they differ in {', '.join(unlike)}")
   given, reader, found = place.config.adapter, LayerReader(1 << 30), {}
-  held = read_checkpoint(open_tree(place.tree)).params.leaves
-  for (leaf, layer), ref in held.items():
+  for (leaf, layer), ref in read_checkpoint(open_tree(place.tree)).params.leaves.items():
     if re.search(r"(/lora/|_lora_)[ab]$", name := "/".join(leaf)):
       found[name, layer] = {None: reader.part(ref)}
   few_bits = given.lora_weight_qtype if given.lora_weight_qtype in ("int8", "nf4") else ""
@@ -44,11 +43,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
   return settings, peft.stack(found, model, place.tree)
 
 
-def _as_stored(w: np.ndarray) -> np.ndarray:
-  return w
-
-
-def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable = _as_stored) -> np.ndarray:
+def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable = np.asarray) -> np.ndarray:
   """held(w) [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]; in float32 or wider, rounded once."""
   wide = np.promote_types(np.promote_types(w.dtype, a.dtype), np.float32)
   product = a.astype(wide) @ b.astype(wide).reshape(*b.shape[: a.ndim - 1], -1)
@@ -74,14 +69,14 @@ def merged(base: Checkpoint, model: ModelConfig, settings: peft.Settings, arrays
   for (path, layer), ref in base.params.leaves.items():
     label = "/".join(path)
     a, b = (found.pop((peft.adapter_path(label, part), layer), None) for part in "ab")
-    change = held.get(label, _as_stored)
+    change = held.get(label, np.asarray)
     if a is not None and b is not None:
       lead, outputs = a.shape[:-2], b.shape[a.ndim - 1 :]
       shape = (*lead, math.prod(ref.shape[len(lead) : -len(outputs)]), *ref.shape[-len(outputs) :])
       if shape != (*lead, a.shape[-2], *outputs):
         problems.append(f"{ref.where()} is {[*ref.shape]}, its adapter {[*a.shape]} times {[*b.shape]}")
       change = functools.partial(merged_array, a=a, b=b, scale=settings.scale, held=change)
-    leaves[path, layer] = ref if change is _as_stored else _changed(ref, change)
+    leaves[path, layer] = ref if change is np.asarray else _changed(ref, change)
   problems += [f"{base.raw.origin} has no matrix for {path}, layer {layer}" for path, layer in found]
   if problems:
     raise LayoutError(*problems[:8])
@@ -115,6 +110,6 @@ def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.
     return np.asarray(whole).reshape(w.shape).astype(w.dtype)
 
   keys = AdapterConfig(lora_rank=1, lora_weight_qtype=qtype)
-  plain, narrow = labelled(_as_stored), labelled(lambda made: adapters.attach(made, keys))
+  plain, narrow = labelled(lambda made: made), labelled(lambda made: adapters.attach(made, keys))
   matrices = {label: v.get_metadata()["matrix"] for label, v in plain.items() if label not in narrow}
   return {label: functools.partial(restored, *matrix) for label, matrix in matrices.items()}

@@ -44,10 +44,11 @@ def open_tensors(folder: Path) -> dict[str, StoredArray]:
     raise LayoutError(f"{folder} has neither {SINGLE} nor {INDEX}: half copied, or weights of another format")
   if missing := [name for name in files if not (folder / name).is_file()]:
     raise LayoutError(f"{folder} is half copied: {INDEX} lists {', '.join(missing)}, which is not there")
-  tensors = {name: tensor for file in files for name, tensor in open_file(folder / file).items()}
-  if lost := sorted(set(weight_map) - set(tensors)):
-    raise LayoutError(f"{folder}: {INDEX} lists {lost[0]}, which is in none of its files ({len(lost)} such tensors)")
-  return _unpacked(tensors)
+  held = {file: open_file(folder / file) for file in files}
+  there = {(name, file) for file, tensors in held.items() for name in tensors if name in weight_map}
+  if wrong := sorted({*weight_map.items()} ^ there):  # a tensor in two files may have two values
+    raise LayoutError(f"{folder}: {wrong[0][0]} is not in the file that {INDEX} names, or in others too")
+  return _unpacked({name: tensor for own in held.values() for name, tensor in own.items()})
 
 
 def open_file(file: Path) -> dict[str, StoredArray]:

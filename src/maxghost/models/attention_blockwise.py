@@ -71,8 +71,7 @@ def over_keys(shape, block: int, q, k, v, segments: tuple, at: tuple, start: Cal
       new_highest = jnp.maximum(highest, scores.max(-1))
       weights = jnp.where(mask, jnp.exp(scores - new_highest[..., None]), 0)
       keep = jnp.exp(highest - new_highest)
-      weights_v = weights.astype(v.dtype), _cut(v, j, block, 2)
-      product = shape.product("bkgts,bksh->bkgth", *weights_v, wide)
+      product = shape.product("bkgts,bksh->bkgth", weights.astype(v.dtype), _cut(v, j, block, 2), wide)
       return new_highest, total * keep + weights.sum(-1), out * keep[..., None] + product
 
     first, last = 0, jnp.clip(i + offset // block, -1, num_keys - 1)

@@ -169,13 +169,6 @@ def is_lost_peer(error: BaseException) -> bool:
   return count() > 1 and _LOST.search(str(error)) is not None
 
 
-def end_without_peers(error: BaseException, advice: str) -> None:
-  """Reports that another process is lost and exits at once, since waiting for it would not end."""
-  said = f"another process of the run is lost ({first_line(error)}); {advice}"
-  print(f"maxghost: process {index()} of {count()}: {said}", file=sys.stderr)
-  exit_at_once(1)
-
-
 def exit_at_once(code: int) -> None:
   """Ends the process without waiting for threads or, as JAX does at exit, for the other processes."""
   sys.stdout.flush()

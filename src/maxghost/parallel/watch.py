@@ -108,7 +108,7 @@ class Watch:
     if left := dict(store.key_value_dir_get(_LEFT)):
       self._end_after(left)
     if problem := self._hang(now):
-      self._report(problem)
+      self.report(problem)
       time.sleep(3 * interval)  # until the others have seen it too
       distributed.exit_at_once(1)
 
@@ -121,10 +121,11 @@ class Watch:
     if not _leaving.is_set():
       process = min(codes)
       ended = f"process {process} of {distributed.count()} has ended with code {codes[process]}"
-      self._report(f"{ended}; its output says why")
+      self.report(f"{ended}; its output says why")
       distributed.exit_at_once(1)
 
-  def _report(self, problem: str) -> None:
+  def report(self, problem: str) -> None:
+    """Prints a problem of the run on stderr, with this process and the advice."""
     advice = _asked(self.advice) or "start all processes again"
     print_problem(f"process {distributed.index()} of {distributed.count()}: {problem}; {advice}")
 

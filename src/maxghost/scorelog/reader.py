@@ -74,13 +74,16 @@ def _written(folder: Path) -> dict[int, dict]:
     try:
       position = check_seal(json.loads(path.read_text("utf-8")))
       found[int(path.stem.partition("_p")[2] or 0)] = {key: int(position[key]) for key in ("num_steps", "num_rows")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
       raise ConfigError(f"{path}: damaged ({error}); remove it to read the scores without it") from error
   return found
 
 
 def _missing(shards: list[Shard], written: dict[int, dict]) -> Iterator[str]:
   """A sentence about each gap between the files of a process, found by each file's count of what precedes it."""
+  named = {process for shard in shards for process in shard.meta.get("processes", ())}
+  for process in sorted(named - {*written, *(shard.process_index for shard in shards)}):
+    yield f"all files of process {process} are missing"
   for process, group in itertools.groupby(shards, lambda shard: shard.process_index):
     end, last = (0, 0), None
     for shard in group:

@@ -19,6 +19,8 @@ from numpy.lib import recfunctions
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.files import sealed, sync, write_whole
 from maxghost.scorelog import format as fmt
+from maxghost.scorelog import selection, tokens
+from maxghost.scorelog.reader import ScoreLog
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
 REQUIRED = ("tokens", "loss", "dot", "contribution")
@@ -232,7 +234,7 @@ class Writer:
   def _count(self, kept: list[Shard], position: Mapping[str, int] | None) -> None:
     """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
     found, end, pending = (0, 0), (0, 0), None
-    for shard in drop_covered(kept):
+    for shard in (kept := drop_covered(kept)):
       found, end = (found[0] + len(shard.steps), found[1] + shard.num_rows), shard.after
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
@@ -243,9 +245,11 @@ class Writer:
       if found != counted:
         holds = "holds {} steps with {} rows, the checkpoint counted {} with {}".format(*found, *counted)
         print(f"maxghost: {self.folder} {holds}: files were changed; missing scores stay missing", file=sys.stderr)
+      for name, find in (("tokens_crc", tokens.missing), ("selection_crc", selection.missing)):
+        for lost in find(self.folder, ScoreLog(self.folder, kept, True).checksums(name)) if kept else ():
+          print(f"maxghost: {self.folder}: {lost}; they stay missing", file=sys.stderr)
     self._pending = pending or self._new_interval()
-    if self._num_steps:
-      self._note(self._last_step, self._num_steps, self._num_rows)
+    self._note(self._last_step, self._num_steps, self._num_rows)
 
   def _files(self) -> list[tuple[Path, int, int]]:
     """(path, last step, process) of the score files of all processes."""
@@ -270,10 +274,10 @@ class Writer:
     path = self._path(interval.last_step)
     meta = self._about | {"first_step": interval.first_step, "last_step": interval.last_step}
     meta |= {"before": interval.before, "closed": closed}
+    meta["processes"] = sorted(fmt.process_of(path.name) for path in self.folder.glob("position*.json"))
     steps, num_rows = np.concatenate(interval.steps), sum(map(len, interval.rows))
     self.folder.mkdir(parents=True, exist_ok=True)
-    modules = fmt.Modules.joined(interval.modules)
-    write_shard(path, meta, interval.tables, steps, modules, interval.rows, num_rows)
+    write_shard(path, meta, interval.tables, steps, fmt.Modules.joined(interval.modules), interval.rows, num_rows)
     self._note(interval.last_step, interval.before[0] + len(steps), interval.before[1] + num_rows)
     if interval.replaced not in (None, path):
       interval.replaced.unlink(missing_ok=True)

@@ -47,8 +47,8 @@ class Served:
 
 
 # name: (kind, value where none is given, least, most)
-_SAMPLING = {"temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0),
-             "repetition_penalty": (float, 1.0, 0.01, 100)}  # fmt: skip
+_SAMPLING = {"temperature": (float, 1.0, 0, 100), "top_p": (float, 1.0, 0, 1), "top_k": (int, 0),
+             "min_p": (float, 0.0, 0, 1), "repetition_penalty": (float, 1.0, 0.01, 100)}  # fmt: skip
 _COMMON = _SAMPLING | {"model": (str, None), "n": (int, 1, 1, 128), "max_tokens": (int, None, 1), "stop": (object, ""),
                        "seed": (int, None, *SEEDS), "stream": (bool, False), "stream_options": (dict, {}),
                        "user": (str, None), "ignore_eos": (bool, False), "return_token_ids": (bool, False)}  # fmt: skip
@@ -149,11 +149,11 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
   """`n` requests for each prompt. Raises Refused."""
   chat, longest, most = "messages" in values, max(map(len, prompts)), values["max_tokens"]
   if chat and None not in (most, other := values["max_completion_tokens"]) and most != other:
-    raise Refused(f"max_tokens={most} and max_completion_tokens={other} differ; give one", "max_tokens")
+    raise Refused(f"max_tokens={_short(most)}, max_completion_tokens={_short(other)} differ; give one", "max_tokens")
   most = values.get("max_completion_tokens") or most
   if longest + (most or 1) > served.size:
-    said = f"{longest} tokens of the prompt and {most or 1} of the answer are more than the {served.size} positions of "
-    said += "the cache; ask for less, or start the server with a larger --cache"
+    said = f"{longest} tokens of the prompt and {_short(most or 1)} of the answer are more than the {served.size} "
+    said += "positions of the cache; ask for less, or start the server with a larger --cache"
     raise Refused(said, "messages" if chat else "prompt", "context_length_exceeded")
   stop = values["stop"] if isinstance(values["stop"], list) else [values["stop"]]
   if not all(isinstance(x, str) and x.encode(errors="ignore").decode() == x for x in stop) or len(stop) > 16:

@@ -81,7 +81,8 @@ class Session:
       return self._conclude(completed, seconds)
     except (RuntimeError, ValueError) as error:  # raised by the runtimes, also through Orbax
       if distributed.is_lost_peer(error):
-        distributed.end_without_peers(error, self._watch.advice())
+        self._watch.report(f"another process of the run is lost ({first_line(error)})")
+        distributed.exit_at_once(1)  # waiting for it would not end
       raise
 
   def out_of_memory(self, error: Exception) -> str:
