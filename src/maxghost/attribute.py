@@ -137,9 +137,9 @@ def scoring_config(cfg: Config, paths: dict[int, Path], asked: str = "", rows: i
     direction = plugins.OPTIMIZERS[cfg.optimizer.opt_type].direction or direction
   if asked or cfg.ghost.curvature == "secant":
     changes["ghost_curvature"] = "none"
-  if cfg.ghost.curvature == "secant" and not asked:
-    needs = "needs the queries' gradient of the step before: these scores are of first order"
-    print(f"maxghost: the run's ghost_curvature=secant {needs}", file=sys.stderr)
+    if cfg.ghost.curvature != "none" and asked != "second_order":
+      why = f"has no effect with --direction {asked}" if asked else "needs the queries' gradient of the step before"
+      print_notes([f"the run's ghost_curvature={cfg.ghost.curvature} {why}: these scores are of first order"])
   return config.replace(
     cfg, ghost_enabled=True, ghost_direction=direction, ghost_select="none", ghost_reweight=(), ghost_every=1,
     ghost_val_every=1, ghost_val_sets=(), ghost_val_fraction=0.5, ghost_detail="total", offload_to_host=(), **changes,

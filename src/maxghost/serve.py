@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--config", metavar="FILE", help="config.yml of a model that has none beside it")
   add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (the configuration's)")
   args = parser.parse(argv)
-  parser.check(args, slots=1, cache=0, queue=1, timeout=1, grace=0, port=0)
+  parser.check(args, slots=1, cache=32 if args.cache else 0, queue=1, timeout=1, grace=0, port=0)
   args.api_key = args.api_key or os.environ.get(KEY, "").strip()
   if not (args.api_key.isascii() and args.api_key.isprintable()):
     raise ConfigError(f"--api-key or {KEY} has characters that no header can hold; use a key of ASCII characters")

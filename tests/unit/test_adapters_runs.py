@@ -271,3 +271,9 @@ def test_adapters_that_do_not_fit_are_refused(runs, keys, text, tmp_path):
   restore = f"lora_restore_path={folder / 'whole' / 'run'}"
   with pytest.raises(ConfigError, match=re.escape(text)):
     opened(*keys_of(tmp_path, folder / "base" / "run", restore), keys)
+
+
+def test_a_run_with_adapters_of_no_model_says_how_to_train_them_for_one(tmp_path):
+  cfg = config.load(None, "lora_rank=4")
+  with pytest.raises(ConfigError, match="without a base; train them with load_parameters_path"):
+    model_path.with_base(model_path.ModelPlace(tmp_path, cfg, None), cfg)

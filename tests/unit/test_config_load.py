@@ -271,6 +271,7 @@ def test_missing_and_unreadable_files(tmp_path):
   assert problems_of("elsewhere/bsae.yml") == [
     f"config file elsewhere/bsae.yml does not exist; nearest is {config.config_dir() / 'base.yml'}"
   ]
+  assert problems_of("configs/score_lg.yml") == ["config file configs/score_lg.yml does not exist"]  # nothing is near
   assert problems_of(tmp_path) == [f"config file {tmp_path} is a folder"]
   write(tmp_path / "config.yml", "")
   assert problems_of(tmp_path) == [f"config file {tmp_path} is a folder; give {tmp_path}/config.yml"]

@@ -273,5 +273,12 @@ def test_queries_of_a_run_with_a_secant_are_scored_to_first_order(capsys):
   assert cfg.direction_name == "path" and "these scores are of first order" in capsys.readouterr().err
   cfg = attribute.scoring_config(config.load(None, "ghost_curvature=hessian"), {})
   assert cfg.direction_name == "adam+hessian" and not capsys.readouterr().err
-  cfg = attribute.scoring_config(config.load(None, "ghost_curvature=secant"), {}, "sgd")
-  assert cfg.direction_name == "sgd" and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keys", ["ghost_curvature=secant", "ghost_curvature=hessian", "ghost_direction=second_order"])
+def test_a_direction_of_its_own_leaves_the_curvature_of_the_run_out_and_says_so(keys, capsys):
+  cfg = attribute.scoring_config(config.load(None, keys), {}, "adam")
+  said = f"ghost_curvature={'secant' if 'secant' in keys else 'hessian'} has no effect with --direction adam: "
+  assert cfg.direction_name == "adam" and said in capsys.readouterr().err
+  cfg = attribute.scoring_config(config.load(None, keys), {}, "second_order")
+  assert cfg.direction_name == "adam+hessian" and not capsys.readouterr().err

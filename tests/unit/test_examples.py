@@ -65,6 +65,21 @@ def test_the_notebook_runs_from_top_to_bottom(folder, tmp_path, monkeypatch):
   assert dropped and sorted(dropped, key=key) == sorted(made["hurt"].to_dict("records"), key=key)
 
 
+def test_the_notebook_finds_the_default_run_from_its_own_folder(folder, tmp_path, monkeypatch):
+  """Jupyter starts in the folder of the notebook."""
+  monkeypatch.delenv("MAXGHOST_RUN", raising=False)
+  for name in ("runs", "examples"):
+    (tmp_path / name).mkdir()
+  (tmp_path / "runs/base").symlink_to(folder)
+  cells = json.loads((EXAMPLES / "explore_scores.ipynb").read_text("utf-8"))["cells"]
+  first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+  for place in ("examples", "."):
+    monkeypatch.chdir(tmp_path / place)
+    made: dict = {}
+    exec(first, made)
+    assert made["log"].num_rows
+
+
 def test_query_scores_makes_tables_of_the_log(folder, monkeypatch):
   made = run("query_scores.py", monkeypatch, folder)
   log = made["log"]

@@ -77,7 +77,7 @@ def test_a_mesh_of_the_configuration_has_the_text_of_one_device(name, tmp_path, 
   assert out.decode() == f"ab{texts[0]}\n\nxyz{texts[1]}\n\n"
   split = load_model.load(*load_model.find(folder), layout=load_model.layout_of(cfg))[1]
   assert any(x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(split))
-  with contextlib.closing(serve._open(serve.parse([str(folder), "--slots", "8", "--cache", "24"])).batcher) as batcher:
+  with contextlib.closing(serve._open(serve.parse([str(folder), "--slots", "8", "--cache", "32"])).batcher) as batcher:
     jobs = [batcher.submit(Request(tuple(prompt), 12)) for prompt in prompts]
     found = [[token for piece in job for token in piece.ids] for job in jobs]
   assert found == [progress.row(i).tolist() for i in range(2)]

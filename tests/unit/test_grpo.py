@@ -382,6 +382,8 @@ def test_what_if(finished, capsys):
   for wrong in ("reward=arithmetc", "rewards=arithmetic", "scale_rewards=std", "reward=nowhere.py:f", twice):
     with pytest.raises(ConfigError):
       what_if.ask(log, wrong)
+  with pytest.raises(ConfigError, match=r"^--what-if reward=arithmetc: use .*; did you mean 'arithmetic'\?$"):
+    what_if.ask(log, "reward=arithmetc")
 
 
 def test_what_if_leaves_out_a_step_whose_only_advantages_are_of_answers_without_an_end(finished, monkeypatch):

@@ -417,6 +417,7 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
     ([empty, "--slots", "0"], "--slots 0: at least 1"),
     ([empty, "--timeout", "nan"], "--timeout nan: at least 1"),
     ([empty, "--port", "70000"], "--port 70000"),
+    ([empty, "--cache", "4"], "--cache 4: at least 32"),
     ([empty, "--api-key", "schlüssel"], "use a key of ASCII characters"),
     ([empty, "--prot", "1"], "did you mean '--port'"),
   ):

@@ -106,7 +106,7 @@ def _parsed(asked: str, cfg: Config) -> tuple[rewards.Reward | None, str]:
     raise ConfigError(f"--what-if {asked}: write reward=FUNCTION, scale_rewards={'|'.join(scales)}, or both, each once")
   scale = given.get("scale_rewards", cfg.rollout.scale_rewards)
   refuse_unknown(f"--what-if scale_rewards={scale}: unknown", scale, scales)
-  return rewards.load(given["reward"]) if "reward" in given else None, scale
+  return rewards.load(given["reward"], "--what-if reward") if "reward" in given else None, scale
 
 
 def _records(path: Path) -> list[dict]:

@@ -173,8 +173,7 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
   found = sorted(candidate for candidate, ratio in zip(alike, likeness, strict=True) if ratio == likeness[0])
   words = lambda part, whole: f"_{part}_" in f"_{whole}_"  # noqa: E731
   found += [name for name in plain if name not in found and (words(wanted, name) or (name and words(name, wanted)))]
-  if not found and len(wanted) >= 2:
-    found = [candidate for candidate in plain if wanted in candidate]
+  found = found or [candidate for candidate in plain if len(wanted) >= 2 and wanted in candidate]
   return [plain[candidate] for candidate in found[:limit]]
 
 
@@ -194,8 +193,9 @@ def nearest_beside(path: Path, pattern: str = "*/", fits: Callable[[Path], bool]
   if path.is_file() and pattern == "*/":
     return f" but a file; use {path.parent}"
   near = sorted(at / path.name for at in path.parent.glob("*/") if not path.exists() and os.path.isdir(at / path.name))
-  there = sorted(at.name for at in path.parent.glob(pattern) if fits(at))
-  near += [path.parent / name for name in nearest(path.name, there, 1)]
+  spelt = lambda at: at.stem if "." in pattern else at.name  # noqa: E731  the same ending makes no names alike
+  there = {spelt(at): at for at in sorted(path.parent.glob(pattern)) if fits(at)}
+  near += [there[name] for name in nearest(spelt(path), there, 1)]
   return f"; nearest is {near[0]}" if near else ""
 
 

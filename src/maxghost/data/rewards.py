@@ -70,21 +70,21 @@ def register(function: Reward) -> Reward:
 
 
 @functools.cache
-def load(name: str) -> Reward:
-  """A registered function, or that of FILE.py:FUNCTION or MODULE:FUNCTION. Raises ConfigError."""
+def load(name: str, key: str = "reward_functions") -> Reward:
+  """A registered function, or that of FILE.py:FUNCTION or MODULE:FUNCTION. Raises ConfigError that names `key`."""
   place, _, function = name.rpartition(":")
   if not place and name in REWARDS:
     return REWARDS[name]
   if not place:
     known = f"{', '.join(REWARDS)}, or FILE.py:FUNCTION{did_you_mean(name, REWARDS)}"
-    raise ConfigError(f"reward_functions={name}: use {known}")
+    raise ConfigError(f"{key}={name}: use {known}")
   try:
     there = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
   except Exception as error:  # whatever the user's file does
-    raise ConfigError(f"reward_functions={name}: {place} cannot be imported: {_said(error)}") from error
+    raise ConfigError(f"{key}={name}: {place} cannot be imported: {_said(error)}") from error
   if not callable(found := there.get(function)):
     known = [key for key, value in there.items() if callable(value) and not key.startswith("_")]
-    raise ConfigError(f"reward_functions={name}: {place} has no function {function}{did_you_mean(function, known)}")
+    raise ConfigError(f"{key}={name}: {place} has no function {function}{did_you_mean(function, known)}")
   return found
 
 

@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("target_path", "folder to write; must not exist", required=True)
   add("direction", "auto: from the source's family to the other one", choices=DIRECTIONS, default="auto")
   add("to", "target layout; linen puts random state into nnx_aux, as MaxText's NNX does", choices=TARGETS, default="")
-  add("from", "source layout, where it cannot be told", dest="source_layout", choices=LAYOUTS, default="")
+  add("from", "source layout, if it is not detected", dest="source_layout", choices=LAYOUTS, default="")
   add("layers", "form of the layers in the target", choices=(KEEP, SCANNED, UNSCANNED, INTEGER), default=KEEP)
   for name, form in (("scan_layers", SCANNED), ("no-scan_layers", UNSCANNED)):
     add(name, f"--layers {form}", dest="layers", action="store_const", const=form)
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("keep", "copy an unknown top-level key as it is", dest="source_keep", **unknown)
   add("drop", "leave an unknown top-level key out", dest="source_drop", **unknown)
   wrapped: dict[str, Any] = {"choices": ("yes", "no"), "default": ""}
-  add("wrapped", "whether the source's leaves are under `value`; default: told", dest="source_wrapped", **wrapped)
+  add("wrapped", "whether the source's leaves are under `value`; default: detected", dest="source_wrapped", **wrapped)
   add("target_wrapped", "the same of the target; default: params yes, others no", dest="wrapped", **wrapped)
   add("ram_mb", "host memory for arrays; large ones are moved in blocks", **RAM_ARGUMENT)
   add("dry_run", "print what would go where and write nothing", action="store_true")

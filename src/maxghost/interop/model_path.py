@@ -72,7 +72,7 @@ def with_base(place: ModelPlace, cfg: Config, adapter: str = "") -> tuple[ModelP
   if not cfg.adapter.lora_rank:
     return place, cfg, adapter
   if not (given := cfg.checkpoint.load_parameters_path):
-    raise LayoutError(f"{place.tree} holds adapters of a model made from init_weights_seed; there is no base")
+    raise LayoutError(f"{place.tree} holds adapters without a base; train them with load_parameters_path")
   if adapter:
     raise LayoutError(f"{place.tree} holds adapters of its own; give its base, {given}, to merge {adapter} into")
   return find(given, "load_parameters_path"), plain(cfg), str(place.tree)
