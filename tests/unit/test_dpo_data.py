@@ -15,6 +15,7 @@ from train_steps import Run
 from maxghost import config, data, scorelog, train
 from maxghost.config import ConfigError
 
+SAID = [{"role": "assistant", "content": "b"}]
 WORDS = "the old road to town is long and it rains on every hill but no one minds".split()  # noqa: SIM905
 
 
@@ -118,10 +119,8 @@ def test_log_probabilities_that_are_unusable_are_refused_with_file_and_line(tmp_
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"p.jsonl.*3.*responses are the same"),
     ({"prompt": "a" * 300, "chosen": "b", "rejected": "c"}, r"p.jsonl.*3.*the same up to max_target_length=96"),
     ({"prompt": "a" * 95, "chosen": "bc", "rejected": "bd" * 9}, r"p.jsonl.*3.*same up to max_target_length=96"),
-    (
-      {"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"},
-      r"jsonl.*3.*prompt is no list",
-    ),
+    ({"prompt": "a", "chosen": SAID, "rejected": "c"}, r"p.jsonl.*3.*not all texts or all lists of messages"),
+    ({"chosen": "assistant: b", "rejected": SAID}, r"p.jsonl.*3.*not all texts or all lists of messages"),
   ],
 )
 def test_bad_pairs_are_refused_with_file_and_line(tmp_path, record, message):

@@ -117,6 +117,15 @@ def test_what_is_not_labelled_is_an_error_and_never_left_to_adam():
     rule.response(Parameter("kernel"), jnp.ones((3, 5)), {}, rule.scalars(1, 1.0))
 
 
+def test_all_parameters_may_be_matrices():
+  """As adapters are: AdamW then has none, and no moments."""
+  adapter = nnx.Module()
+  adapter.a = nnx.LoRAParam(jnp.ones((3, 5)), matrix=(1, 1))
+  optimizer = nnx.Optimizer(adapter, optimizers.make_optimizer(MUON, 3, nnx.state(adapter)), wrt=nnx.LoRAParam)
+  found = optimizers.create(MUON).read(optimizer).arrays
+  assert [*found["first_moment"]] == ["a"] and found["second_moment"] == {}
+
+
 # The update.
 
 MUON = config.load(

@@ -20,7 +20,7 @@ from maxghost.data.tokenizer_files import TEMPLATE, TOOLS_TEMPLATE
 from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
 SETTINGS = "tokenizer_config.json"
-MARKS = "\U000f0000", "\U000f0001"  # around what a `{% generation %}` block gives; private characters
+MARKS = "\ud800", "\udc00"  # around what a `{% generation %}` block gives; halves of a surrogate pair, in no text
 _MARKS = f"[{''.join(MARKS)}]"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages hold it
 _MARK_IT = "; give one with {% generation %} around what the assistant says, by chat_template_path"
@@ -76,6 +76,7 @@ class Template:
 
   def _render(self, messages: Sequence[dict], tools: Any, prompt: bool) -> str:
     given = {"messages": [_with_reasoning(message) for message in messages], "tools": tools, "documents": None}
+    json.dumps([given, self.words], ensure_ascii=False).encode()  # raises UnicodeEncodeError for what MARKS could be
     try:
       return _compiled(self.name, self.source).render(**given, add_generation_prompt=prompt, **dict(self.words))
     except Exception as error:  # a template may raise anything

@@ -43,8 +43,6 @@ class Conversation:
 
 def read(text: bytes) -> Conversation:
   """The conversation of a document. Raises ValueError with the reason in one line."""
-  if any(mark.encode() in text for mark in chat.MARKS):
-    raise ValueError("it holds one of the private characters U+F0000 and U+F0001")
   record = json.loads(text)
   tools, prompt, completion = (record.get(name) for name in ("tools", "prompt", "completion"))
   if not isinstance(words := record.get("chat_template_kwargs") or {}, dict):
@@ -250,18 +248,19 @@ class PairUnits(ConversationUnits):
 
   def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
     record = json.loads(text)
-    prompt, most, found = record.get("prompt"), self.layout.row_length + 1, []
+    prompt, most = record.get("prompt"), self.layout.row_length + 1
     responses = [record.get(name) for name in SIDES]
     for name, response in zip(SIDES, responses, strict=True):
       if not response or not isinstance(response, str | list):
         raise ValueError(f"it has no {name} response, a text or a list of messages")
+    if len({type(given) for given in (*responses, prompt) if given is not None}) > 1:
+      raise ValueError("its prompt, chosen and rejected are not all texts or all lists of messages")
     has_turns = prompt is None and not isinstance(responses[0], str)
     if has_turns and 0 < (first := num_shared(*responses)) < min(map(len, responses)):
       prompt, responses = responses[0][:first], [response[first:] for response in responses]
-    for response in responses:
-      whole = {"messages": response} if isinstance(response, list) else {"prompt": "", "completion": response}
-      whole = whole if prompt is None else {"prompt": prompt, "completion": response}
-      found.append(self.rendering.encode(json.dumps(record | whole, ensure_ascii=False).encode()))
+    name = "messages" if has_turns and prompt is None else "completion"
+    wholes = [record | {"prompt": prompt or "", name: response} for response in responses]
+    found = [self.rendering.encode(json.dumps(whole, ensure_ascii=False).encode()) for whole in wholes]
     (chosen, _), (rejected, _) = found
     if np.array_equal(chosen[:most], rejected[:most]):
       where = "" if np.array_equal(chosen, rejected) else f" up to max_target_length={most - 1}"

@@ -259,7 +259,7 @@ class UpdateRule(abc.ABC):
     for name, key in self.state_keys.items():
       trees = optax.tree_utils.tree_get_all_with_path(optimizer, key)
       found = [of_label for _, tree in trees for of_label in by_label(tree).items()]
-      if not found:
+      if not trees:  # a tree may be empty, such as that of Muon's AdamW where all parameters are matrices
         raise ValueError(f"the optimizer's state has no '{key}', which opt_type={self.name} keeps: give its own state")
       if len(arrays.setdefault(name, dict(found))) < len(found):
         raise ValueError(f"the optimizer's state has several '{key}' of a parameter: opt_type={self.name} keeps one")
