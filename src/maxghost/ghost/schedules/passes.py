@@ -26,6 +26,8 @@ def wide_weights(losses, weights):
   """The weights, flags or numbers of any kind, in float32 or the wider type of the losses. Raises ConfigError."""
   if losses.shape != weights.shape:
     raise ConfigError(f"losses of shape {losses.shape} and weights of shape {weights.shape}: return a weight for each")
+  if not jnp.issubdtype(losses.dtype, jnp.floating):
+    raise ConfigError(f"losses of type {losses.dtype}: return real floating-point numbers, which have a gradient")
   return weights.astype(jnp.promote_types(losses.dtype, jnp.float32))
 
 
