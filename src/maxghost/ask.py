@@ -21,17 +21,11 @@ from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.values import guarded, printable
 from maxghost.interop import model_path
 
-EXAMPLES = """\
-examples:
-  maxghost ask runs/base "What does os.path.join return?"
-  maxghost ask runs/base "The capital of France is" --answer " Paris" --top 5
-  maxghost ask runs/base "def main(" --token 3
-"""
 _EXCERPT = 110  # characters
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  parser = Parser("maxghost ask", description=__doc__, epilog=EXAMPLES)
+  parser = Parser("maxghost ask", description=__doc__)
   add = parser.add_argument
   add("run", type=Path, metavar="RUN", help="a run, or its checkpoint, whose weights the index was made from")
   add("question", help="the prompt; a user's question for a run on conversations")

@@ -23,13 +23,6 @@ from maxghost.config.values import guarded, nearest_beside, printable, shown
 from maxghost.interop import model_path
 from maxghost.parallel import heap
 
-EXAMPLES = """\
-examples:
-  maxghost attribute runs/base --data notes=corpus/**/*.txt --queries mine=questions.jsonl --output runs/asked
-  maxghost scores runs/asked --by document --set mine --top 20
-  maxghost attribute runs/base/checkpoints/200 --data notes=corpus/**/*.txt --index runs/base/index
-  maxghost attribute runs/base/checkpoints/200 --index runs/base/index --queries mine=questions.jsonl
-"""
 DIRECTIONS = 128  # see docs/attribute.md
 SKETCHED_ROWS = 8
 RUN = "run"  # in place of patterns
@@ -37,7 +30,7 @@ COMPILING = "Compiling, which takes seconds to minutes; then the documents are s
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  parser = Parser("maxghost attribute", description=__doc__, epilog=EXAMPLES)
+  parser = Parser("maxghost attribute", description=__doc__)
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
   add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB",

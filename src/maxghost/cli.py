@@ -9,29 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from maxghost import __version__, import_module
 from maxghost.config import ConfigError, did_you_mean, fields, load_with_origins
+from maxghost.config.files import read_table
 from maxghost.config.help import list_values, print_help
 from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import guarded
 
-# verb -> (module, description); a module is imported when its verb runs.
-VERBS = {
-  "train": ("maxghost.train", "train a model and score every training example"),
-  "report": ("maxghost.report", "tables and report.html of a run"),
-  "scores": ("maxghost.scores", "query the scores of a run"),
-  "generate": ("maxghost.generate", "continue a prompt with a trained model"),
-  "ask": ("maxghost.ask", "answer a question, with the documents that made the answer more likely"),
-  "serve": ("maxghost.serve", "answer OpenAI's API over HTTP, with a page that shows an answer's sources"),
-  "attribute": ("maxghost.attribute", "score a corpus against queries at fixed checkpoints"),
-  "data": ("maxghost.data.__main__", "prepare a corpus for training"),
-  "distill-logits": ("maxghost.distill_logits", "write a teacher's logits once, for distillation without the teacher"),
-  "checkpoint": ("maxghost.interop.__main__", "convert, compare, inspect checkpoints: MaxText Linen, NNX, maxghost"),
-  "train_compile": ("maxghost.train_compile", "compile the step for a topology: memory and shardings, without devices"),
-}
-
-WITHIN = {
-  "checkpoint": ("convert", "compare", "inspect", "rescale", "quantize", "hf"),
-  "data": ("prepare", "verify", "show", "duplicates"),
-}
+_COMMANDS = read_table("commands.yml")
+VERBS = {verb: (command["module"], command["about"]) for verb, command in _COMMANDS.items()}
+WITHIN = {verb: command["parts"] for verb, command in _COMMANDS.items() if "parts" in command}
 USAGE = """\
 usage: maxghost {verb} [config.yml] [key=value ...]
        maxghost {verb} --help [key]      all keys, or one in full

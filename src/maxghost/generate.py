@@ -16,13 +16,6 @@ from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.schema import WEIGHTS_ONLY
 from maxghost.config.values import guarded, printable
 
-EXAMPLES = """\
-examples:
-  maxghost generate runs/base --prompt "def main(" --max_new_tokens 100 --temperature 0.8 --top_p 0.95
-  maxghost generate models/smollm2 --prompt "What is the capital of France?" --chat
-  maxghost generate runs/base/checkpoints/200 --prompts prompts.txt --stop "</s>"
-  maxghost generate configs/base.yml load_parameters_path=runs/base prompt="def main("
-"""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # flags that are fields of Sampling
 # key that may follow a configuration -> its flag
 KEYS = {name: f"--{name}" for name in ("prompt", "max_new_tokens", *SAMPLING, "seed", "dtype", "quantization")}
@@ -47,7 +40,7 @@ def from_keys(arguments: list[str]) -> list[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line. Raises ConfigError."""
-  parser = Parser("maxghost generate", description=__doc__, epilog=EXAMPLES)
+  parser = Parser("maxghost generate", description=__doc__)
   add = parser.add_argument
   add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
   add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or several texts, continued together")

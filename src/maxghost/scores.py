@@ -26,24 +26,12 @@ FEW = ("domain", "step", "layer", "module")  # of other groupings, a table shows
 SHOWN = 20
 _GROUPS = ("by", "where", "sort", "set", "scale", "output")
 # What else is read with an argument that asks for something else than a table.
-_READ_WITH = {
-  "compact": (), "what_if": ("set",), "export": ("output",), "drop_below": _GROUPS, "keep": (*_GROUPS, "format"),
-}  # fmt: skip
-
-EXAMPLES = """\
-examples:
-  maxghost scores runs/base --by document --top 20 --bottom 20 --text
-  maxghost scores runs/base --by domain --where "step>=100" --format json
-  maxghost scores runs/base --by source --where "domain=code,path~asyncio/*" --sort per_million_tokens
-  maxghost scores runs/base --drop-below 0 --output exclude.jsonl      # for dataset_exclude_file
-  maxghost scores runs/base --keep 5% --format ids --output best.jsonl   # for dataset_include_file
-  maxghost scores runs/rl --what-if reward=rewards.py:shorter
-  maxghost scores runs/base --export parquet --output base-parquet
-"""
+_READ_WITH = {"compact": (), "what_if": ("set",), "export": ("output",), "drop_below": _GROUPS}
+_READ_WITH["keep"] = (*_GROUPS, "format")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  parser = Parser("maxghost scores", description=__doc__, epilog=EXAMPLES)
+  parser = Parser("maxghost scores", description=__doc__)
   add = parser.add_argument
   add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
   add("--by", default="domain", help="group by domain, document, source, step, layer, module or a field (domain)")

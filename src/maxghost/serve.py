@@ -24,8 +24,7 @@ CACHE = 2048  # positions, where the model has them and was trained on no more
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   """The command line. Raises ConfigError."""
-  example = f"example: {KEY}=$(cat key) maxghost serve runs/base --host 0.0.0.0 --slots 16"
-  parser = Parser("maxghost serve", description=__doc__, epilog=example)
+  parser = Parser("maxghost serve", description=__doc__)
   add = parser.add_argument
   add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
   add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1); others need a key")

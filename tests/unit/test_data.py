@@ -443,5 +443,5 @@ def test_a_source_with_too_few_texts_is_named():
       return super().texts(indices)[:-1]
 
   documents = some_documents([40] * 30).documents
-  with pytest.raises(config.ConfigError, match=r"Short.texts gives \d+ values for \d+ documents"):
+  with pytest.raises(config.ConfigError, match=r"Short.texts gives \d+ texts for \d+ documents"):
     next(make(Short(documents, ("a", "b", "c")), ghost_val_copies="keep").train)

@@ -214,7 +214,7 @@ def test_an_own_layer_is_an_error_until_its_rule_is_registered(mlp):
 @pytest.mark.parametrize(
   ("given", "said"),
   [
-    (lambda self, call, name, direction: None, r"shift/a: Wrong.score gives NoneType, not \('K', 7\)"),
+    (lambda self, call, name, direction: None, r"shift/a: Wrong.score gives .*NoneType.*, not \('K', 7\)"),
     (lambda self, call, name, direction: jnp.zeros((1, 5)), r"gives \(1, 5\), not \('K', 7\)"),
     (lambda self, call, name, direction: jnp.full((1, N), jnp.nan), "shift/a.* do not add up to <gradient, direction>"),
   ],
@@ -223,41 +223,6 @@ def test_what_a_rule_gives_that_is_no_score_is_refused(given, said, mlp, monkeyp
   monkeypatch.setitem(rules.RULES, Shift, type("Wrong", (ghost.Rule,), {"score": given})())
   with pytest.raises(ValueError, match=said):
     score(ghost.GhostEngine(), randomized(WithShift), *mlp[1:3], loss_fn=squared_loss)
-
-
-@pytest.mark.parametrize(
-  ("layers", "cls", "said"),
-  [
-    ((), ghost.Rule, r"write @ghost.rule\(MyLayer\)"),
-    (("Shift",), ghost.Rule, r"write @ghost.rule\(MyLayer\)"),
-    ((nnx.Linear,), dict, "on a class that extends Rule"),
-    ((nnx.Linear,), type("Own", (ghost.Rule,), {"methods": ("forward",)}), "Own: methods names Linear.forward, which"),
-  ],
-)
-def test_what_is_no_rule_of_a_layer_is_not_registered(layers, cls, said):
-  before = dict(rules.RULES)
-  with pytest.raises(ValueError, match=said):
-    ghost.rule(*layers)(cls)
-  assert before == rules.RULES
-
-
-def test_a_loss_function_may_change_its_batch(mlp):
-  """It is called once for each pass, on the batch as it was given."""
-  model, train, val, _ = mlp
-
-  def doubling(model, batch):
-    batch["x"] = 2 * batch["x"]
-    return squared_loss(model, batch)
-
-  found = score(ghost.GhostEngine(), model, train, val, loss_fn=doubling)
-  train, val = (batch | {"x": 2 * batch["x"]} for batch in (train, val))
-  wanted = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
-  np.testing.assert_allclose(found.dot, wanted.dot, rtol=1e-6)
-
-
-def test_losses_of_whole_numbers_are_refused(mlp):
-  with pytest.raises(ValueError, match="losses of type int32: return real floating-point numbers"):
-    score(ghost.GhostEngine(), *mlp[:3], loss_fn=lambda model, batch: squared_loss(model, batch)[0].astype(int))
 
 
 class UsedTwice(nnx.Module):

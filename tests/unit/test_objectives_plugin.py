@@ -195,7 +195,7 @@ class Odd(PairMean):
 @pytest.mark.parametrize(
   ("metric", "said"),
   [
-    ("", r"returns an array \(6, 13\), an array \(6, 1\), dict; return"),
+    ("", r"returns \(6, 13\), \(6, 1\), dict; return"),
     ("loss", "metric loss has the name of a step's"),
   ],
 )
@@ -211,10 +211,13 @@ def test_what_a_step_cannot_use_is_named(metric, said, monkeypatch):
   [
     (
       lambda losses, weights, metrics: (losses, weights),
-      r"array \(6, 13\), an array \(6, 13\); return \(losses, weights,",
+      r"returns \(6, 13\), \(6, 13\); return \(losses, weights,",
     ),
     (lambda losses, weights, metrics: None, "measured returns NoneType; return"),
-    (lambda losses, weights, metrics: (losses.mean(1), weights.mean(1), metrics), r"an array \(6,\), an array \(6,\)"),
+    (
+      lambda losses, weights, metrics: (losses.mean(1), weights.mean(1), metrics),
+      r"returns \(6,\), \(6,\), dict; return",
+    ),
     (lambda losses, weights, metrics: (losses.astype(int), weights, metrics), "losses of type int32"),
     (lambda losses, weights, metrics: (losses, weights, metrics | {"learning/loss": losses.sum()}), "name of a step's"),
     (lambda losses, weights, metrics: (losses, weights, metrics | {"own/x": losses}), "own/x is no array of shape"),

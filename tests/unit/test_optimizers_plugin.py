@@ -327,7 +327,7 @@ def test_names_and_directions_are_taken_once():
   ("changes", "said"),
   [
     ({"columns": "inertia"}, "Wrong.columns is 'inertia'; give a tuple"),
-    ({"columns": ("unscored",)}, "names that no other number of a step has"),
+    ({"columns": ("unscored",)}, "a tuple of names that no step has"),
     ({"schedules": ("twopass",)}, "give a tuple of two_pass"),
     ({"direction": "second_order"}, "ghost_direction=second_order is already"),
     ({"response": optimizers.UpdateRule.response}, "Wrong needs response"),
@@ -358,10 +358,9 @@ class Through(optimizers.Response):
       {"column_arrays": lambda *_: {"inertia": jnp.ones(())}},
       r"gives 'inertia' of shape \(\) for decoder/.* not \('iner",
     ),
-    ({"response": lambda *_: Through(jnp.square)}, "Through.apply is no linear operator on shape"),
-    ({"response": lambda *_: Through(jnp.sum)}, "that keeps the shape"),
+    ({"response": lambda *_: Through(jnp.square)}, "Through.apply is not linear, or changes the shape: "),
+    ({"response": lambda *_: Through(jnp.sum)}, "Through.apply is not linear, or changes the shape: cotangent"),
     ({"state_keys": {"inertia": "mu"}}, "state_keys names 'mu', which no state of its step has"),
-    ({"from_config": classmethod(lambda cls, cfg: None)}, "opt_type=wrong: from_config gives a NoneType"),
   ],
 )
 def test_what_a_rule_gives_in_another_form_is_named(changes, said):

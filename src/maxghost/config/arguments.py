@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from maxghost.config.files import read_table
 from maxghost.config.values import MOST, ConfigError, did_you_mean
 
 SEEDS = -(2**63), 2**63 - 1  # the smallest and the largest seed that JAX takes
@@ -24,6 +25,7 @@ class Parser(argparse.ArgumentParser):
 
   def __init__(self, *args: Any, **options: Any):
     super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    self.epilog = read_table("commands.yml").get(self.prog.removeprefix("maxghost "), {}).get("examples")
 
   def error(self, message: str):
     raise ConfigError(f"{message}; {self.prog} --help lists the arguments")

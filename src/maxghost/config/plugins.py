@@ -163,19 +163,17 @@ def describe(key: str, cls: type) -> None:
 
 
 def register(key: str, cls: Any, base: type, entry: type[Plugin]) -> None:
-  """Adds a class to the plug-ins of `key`. Raises ValueError for one that is no whole subclass of `base`, for a wrong
-  class variable, and for a name that another class has taken."""
+  """Adds a class to the plug-ins of `key`. Raises ValueError for one that is not whole, or whose name is taken."""
   if not isinstance(cls, type) or not issubclass(cls, base):
     raise ValueError(f"{key}: {cls!r:.80} is no class that extends {base.__name__}")
   name, lacking = getattr(cls, "name", ""), sorted(getattr(cls, "__abstractmethods__", ()))
   if lacking or not isinstance(name, str) or not name:
     raise ValueError(f"{key}: {cls.__name__} needs {', '.join(lacking) or f'a text as its name, not {name!r}'}")
   plugin, table = entry.of(cls), KINDS[key]
-  known = {"schedules": (SCHEDULES.__contains__, f"of {', '.join(SCHEDULES)}"),
-           "columns": (lambda one: one not in _TAKEN, "of names that no other number of a step has")}  # fmt: skip
-  for field, (fits, form) in known.items():
-    if not isinstance(value := getattr(plugin, field, ()), tuple) or not all(map(fits, value)):
-      raise ValueError(f"{key}: {cls.__name__}.{field} is {value!r}; give a tuple {form}")
+  if not isinstance(given := plugin.schedules, tuple) or not set(given) <= set(SCHEDULES):
+    raise ValueError(f"{key}: {cls.__name__}.schedules is {given!r}; give a tuple of {', '.join(SCHEDULES)}")
+  if not isinstance(given := getattr(plugin, "columns", ()), tuple) or _TAKEN.intersection(given):
+    raise ValueError(f"{key}: {cls.__name__}.columns is {given!r}; give a tuple of names that no step has")
   if name in table and table[name] != plugin:
     raise ValueError(f"{key}={name} is already {table[name].target}; give the other one a name of its own")
   table[name] = plugin

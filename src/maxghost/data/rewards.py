@@ -80,13 +80,11 @@ def load(name: str) -> Reward:
     known = f"{', '.join(REWARDS)}, or FILE.py:FUNCTION{did_you_mean(name, REWARDS)}"
     raise ConfigError(f"reward_functions={name}: use {known}")
   try:
-    file = os.path.expanduser(place)
-    there = runpy.run_path(file) if place.endswith(".py") else vars(importlib.import_module(place))
+    there = runpy.run_path(os.path.expanduser(place)) if place.endswith(".py") else vars(importlib.import_module(place))
   except (Exception, SystemExit) as error:  # whatever the user's file does
     raise ConfigError(f"reward_functions={name}: {place} cannot be imported: {_said(error)}") from error
   if not callable(found := there.get(function)):
-    known = [key for key, value in there.items() if callable(value) and not key.startswith("_")]
-    hint = did_you_mean(function, known, "it has")
+    hint = did_you_mean(function, [key for key, one in there.items() if callable(one) and key[0] != "_"], "it has")
     raise ConfigError(f"reward_functions={name}: {place} has no function {function}{hint}")
   return found
 

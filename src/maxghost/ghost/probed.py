@@ -161,8 +161,7 @@ class LayerPasses:
         direction, facts = form(param)
         with jax.named_scope("ghost_score"):
           score, leading = self.rule.score(call, param.name, direction), cotangent.shape[: len(self.info.reduced)]
-          if getattr(score, "shape", ())[1:] != leading:
-            given = getattr(score, "shape", type(score).__name__)
+          if (given := getattr(score, "shape", (type(score),)))[1:] != leading:
             raise ValueError(f"{param.label}: {type(self.rule).__name__}.score gives {given}, not {('K', *leading)}")
           score = constrain(score, SCORES[: 1 + len(self.info.reduced)])
         scores[param.name] = filled(score, facts, values[param.name])

@@ -12,6 +12,7 @@ from typing import Any
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import ModelConfig, did_you_mean
 from maxghost.config.families import FAMILIES, REQUIRED, Entry, Family, HuggingFace
+from maxghost.config.files import read_table
 from maxghost.config.values import WrongTypeError, from_python, limit_problems, shown, type_name
 
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
@@ -26,11 +27,7 @@ _MOST_PARTS = 1_000_000
 # How the folder's own tensors were packed; they are written in full.
 _PACKING = ("quantization_config", "compression_config")
 # Keys that change memory, time, rounding or training, and leave the meaning of the parameters as it is.
-_HOW_COMPUTED = frozenset({"model_name", "decoder_block", "dropout_rate", "dtype", "weight_dtype", "matmul_precision",
-                           "quantization", "quantize_kvcache", "attention", "scan_layers", "remat_policy",
-                           "segment_lengths", "offload_to_host", "z_loss_multiplier", "num_vocab_tiling",
-                           "vocab_tiling_axis", "mtp_loss_scaling_factor", "load_balance_loss_weight", "sparse_matmul",
-                           "use_qk_clip", "qk_clip_threshold"})  # fmt: skip
+_HOW_COMPUTED = frozenset(read_table("keys.yml")["how_computed"].split())
 _SCALING = {
   "llama3.1": {*_LLAMA3, "original_max_position_embeddings"},
   "yarn": {*_YARN, "original_max_position_embeddings", "rope_attention_scaling"},

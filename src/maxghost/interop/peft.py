@@ -22,6 +22,7 @@ import numpy as np
 
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path, read_json, write_json
 from maxghost.config import ModelConfig
+from maxghost.config.files import read_table
 from maxghost.config.values import listed
 from maxghost.interop.convert import new_folder
 from maxghost.interop.huggingface import Rule, table
@@ -31,12 +32,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _PARTS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
 _LAYERS = "decoder/layers/"
 # Entries of adapter_config.json that are read, or leave the meaning of the tensors as it is. Others must be empty.
-_KNOWN = frozenset({"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules",
-                    "target_parameters", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
-                    "exclude_modules", "layers_to_transform", "layers_pattern", "auto_mapping",
-                    "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-                    "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config",
-                    "lora_ga_config", "runtime_config", "ensure_weight_tying"})  # fmt: skip
+_KNOWN = frozenset(read_table("keys.yml")["peft"].split())
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 
 Arrays = Mapping[str, np.ndarray]

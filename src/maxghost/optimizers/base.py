@@ -113,13 +113,13 @@ class Response(abc.ABC):
     """P_t x, for x [*lead, *parameter] with any number of leading axes."""
 
   def transpose(self, x):
-    """P_tᵀ x, the direction along which gradients are scored: <G, P_t g> = <P_tᵀ G, g>. Raises ConfigError for an
-    `apply` that is not linear, or gives another shape."""
+    """P_tᵀ x, along which gradients are scored: <G, P_t g> = <P_tᵀ G, g>. Raises ConfigError if it is not linear."""
     try:
       return jax.linear_transpose(self.apply, x)(x)[0]
     except (TypeError, AssertionError, NotImplementedError) as error:  # of JAX
-      said = f"{type(self).__name__}.apply is no linear operator on shape {x.shape}"
-      raise ConfigError(f"{said} that keeps the shape: {first_line(error)}") from error
+      raise ConfigError(
+        f"{type(self).__name__}.apply is not linear, or changes the shape: {first_line(error)}"
+      ) from error
 
   def whole(self, gradient):
     """P_t g of the very gradient that formed the response; exact also where `apply` is a quadrature."""

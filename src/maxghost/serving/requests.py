@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxghost.config.arguments import SEEDS
+from maxghost.config.files import read_table
 from maxghost.config.values import ConfigError, did_you_mean, printable
 from maxghost.data.conversations import Rendering, messages_of
 from maxghost.data.tokenizers import Tokenizer
@@ -58,12 +59,7 @@ CHAT |= {"max_completion_tokens": (int, None, 1)}
 SOURCES = {"model": (str, None), "prompt": (object, None), "messages": (list, None), "answer": (object, None)}
 SOURCES |= {"top": (int, 10, 1, 100)}
 # parameters of OpenAI's API that this server does not offer, with the value that has no effect
-_NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "audio": None,
-            "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {},
-            "suffix": "", "functions": [], "function_call": "none", "parallel_tool_calls": True, "service_tier": "auto",
-            "modalities": ["text"], "prediction": None, "reasoning_effort": None, "verbosity": None,
-            "web_search_options": None, "moderation": None, "safety_identifier": None, "prompt_cache_key": None,
-            "prompt_cache_retention": None, "prompt_cache_options": None}  # fmt: skip
+_NEUTRAL = read_table("openai.yml")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
           dict: "an object"}  # fmt: skip
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TextIO
 
 from maxghost import config
 from maxghost.config import Config, ConfigError, ParallelConfig
+from maxghost.config.files import read_table
 from maxghost.config.values import naming, shown
 
 CONFIG_FILE = "config.yml"
@@ -27,14 +28,9 @@ LOCK_FILE = ".lock"
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # Where a run reads weights that no step changes, each time it starts: `CheckpointManager.check_frozen` refuses others.
 FROZEN_KEYS = {"start": {"load_parameters_path", "load_full_state_path"}, "teacher": {"distill_teacher"}}
-# Keys that change output, saving or devices, but never a batch or the values computed from it. per_device_batch_size
-# times the number of devices must not change: the session checks this, because only JAX knows the devices.
-RESUMABLE_KEYS = frozenset(
-  {*(field.name for field in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", field.name)),
-   "per_device_batch_size", "log_period", "eval_interval", "eval_steps", "sample_every", "sample_prompt",
-   "enable_tensorboard", "jax_cache_dir", "trackers", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
-   "checkpoint_period", "max_num_checkpoints_to_keep", "async_checkpointing", "local_checkpoint_directory",
-   "local_checkpoint_period"})  # fmt: skip
+# Keys that change output, saving or devices, but never a batch or the values computed from it.
+_PLACING = (x.name for x in dataclasses.fields(ParallelConfig) if not re.search("diloco|overlapping", x.name))
+RESUMABLE_KEYS = frozenset((*_PLACING, *read_table("keys.yml")["resumable"].split()))
 
 
 class Existing(NamedTuple):

@@ -97,11 +97,10 @@ def _check_objective(objective: Objective, graphdef, state, batch) -> None:
   """Raises ConfigError if what `measured` of the user's own objective returns is no (losses, weights, metrics)."""
   train_state, wanted = nnx.merge(graphdef, state), batch["inputs"].shape
   found: Any = objective.measured(train_state.model, *referenced(objective, train_state, batch))
-  forms = [getattr(x, "shape", type(x)) for x in (found if isinstance(found, tuple) else (found,))]
-  if forms != [wanted, wanted, dict]:
-    given = ", ".join(form.__name__ if isinstance(form, type) else f"an array {form}" for form in forms)
-    asked = f"(losses, weights, metrics): arrays of shape {wanted} and a dict"
-    raise ConfigError(f"objective={objective.name}: measured returns {given}; return {asked}")
+  forms = [getattr(x, "shape", type(x).__name__) for x in (found if isinstance(found, tuple) else (found,))]
+  if forms != [wanted, wanted, "dict"]:
+    said = f"objective={objective.name}: measured returns {', '.join(map(str, forms))}"
+    raise ConfigError(f"{said}; return (losses, weights, metrics): arrays of shape {wanted}, and a dict")
 
 
 def _clipped_update(cfg: Config, grads):
