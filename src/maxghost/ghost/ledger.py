@@ -37,7 +37,7 @@ def sums(rule: UpdateRule, state: RuleState, parameters: dict, params: dict, gra
   for label, g in grads.items():
     parameter, kept = parameters[label], state.of(label)
     response = rule.response(parameter, g, kept, scalars)
-    arrays = {"exact" if label in scored else "unscored": response.whole(g)}
+    arrays: dict[str, Any] = {"exact" if label in scored else "unscored": response.whole(g)}
     arrays |= rule.column_arrays(parameter, params[label], g, kept, response)
     if wrong := [name for name, x in arrays.items() if name not in names or jnp.shape(x) != g.shape]:
       given = f"'{wrong[0]}' of shape {jnp.shape(arrays[wrong[0]])} for {label}, not {rule.columns} of shape {g.shape}"
