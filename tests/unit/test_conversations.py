@@ -271,13 +271,18 @@ def test_what_templates_may_use():
     ),
     (
       {"messages": TURNS},
-      PLAIN.replace("m['content']", "m.get('text', '')"),
+      PLAIN.replace("m['content']", "(m['content'] if m['role'] == 'user' else '')"),
       "show what the assistant says in turn 3",
     ),
     (
       {"messages": TURNS},
-      MARKED.replace("m['content']", "m.get('text', '')"),
+      MARKED.replace("m['content']", "(m['content'] if m['role'] == 'user' else '')"),
       "show what the assistant says in turn 3",
+    ),
+    (
+      {"messages": TURNS},
+      MARKED.replace("m['content']", "(m['content'] if m['role'] == 'assistant' else '')"),
+      "show what the user says in turn 2",
     ),
     (
       {"prompt": TURNS[:2], "completion": TURNS[2:]},

@@ -423,3 +423,25 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch, capsys):
   assert [file.name for file in expand("dataset_files", [f"a={tmp_path}/[a]/**/*.txt"])] == ["a/a.txt"]
   said = f"maxghost: note: left out: {tmp_path}/a/locked cannot be listed: Permission denied\n"
   assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+  "wrong", [b"x", Document("a", "p", 0, "x"), Document("a", "p", 0.5, b"x"), Document("z", "p", 0, b"x")]
+)
+def test_what_is_no_document_of_the_domains_is_refused(wrong):
+  """A fraction of an offset would be cut off in the score log, and two documents would have one id."""
+  with pytest.raises(
+    config.ConfigError, match=r"a document of the list is .*; give Document\(domain, path, offset, text"
+  ):
+    data.DocumentList([Document("a", "p", 1, b"y"), wrong], ("a", "b"))
+  assert len(data.DocumentList((Document("a", "p", np.int64(n), b"y") for n in range(3)), ("a",))) == 3
+
+
+def test_a_source_with_too_few_texts_is_named():
+  class Short(data.DocumentList):
+    def texts(self, indices):
+      return super().texts(indices)[:-1]
+
+  documents = some_documents([40] * 30).documents
+  with pytest.raises(config.ConfigError, match=r"Short.texts gives \d+ texts for \d+ documents"):
+    next(make(Short(documents, ("a", "b", "c")), ghost_val_copies="keep").train)

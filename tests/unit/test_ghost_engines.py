@@ -416,3 +416,24 @@ def test_training_with_frozen_parameters_by_forward_mode_and_by_rules():
     assert sum(ours[name][0] for name in COLUMNS) == pytest.approx(ours["predicted"][0], abs=1e-12 * size)
     assert max(ours["check_rel_err"][0], theirs["check_rel_err"][0]) < 1e-10
     assert "unscored" not in ours or ours["unscored"][0] == 0
+
+
+def test_a_loss_function_may_change_its_batch():
+  """It is called once for each pass, on the batch as it was given."""
+  model = foreign.randomized(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
+  batch = {"x": np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)}
+
+  def doubling(model, batch):
+    batch["x"] = 2 * batch["x"]
+    return squares(model, batch)
+
+  found = foreign.score(ghost.GhostEngine(), model, batch, batch, loss_fn=doubling)
+  doubled = {"x": 2 * batch["x"]}
+  wanted = foreign.score(ghost.GhostEngine(), model, doubled, doubled, loss_fn=squares)
+  np.testing.assert_allclose(found.dot, wanted.dot, rtol=1e-6)
+
+
+def test_losses_of_whole_numbers_are_refused():
+  model, batch = foreign.randomized(lambda rngs: nnx.Linear(4, 3, rngs=rngs)), {"x": np.ones((5, 4), np.float32)}
+  with pytest.raises(ValueError, match=r"losses of type int32 and shape .*: return real losses"):
+    ghost.GhostEngine().score(model, batch, batch, loss_fn=lambda m, b: squares(m, b).astype(int))

@@ -12,6 +12,7 @@ import tiny
 from flax import nnx
 
 from maxghost import ghost
+from maxghost.ghost import rules
 
 N, N_VAL, T, TOKENS, WIDTH, HIDDEN, CLASSES = 7, 5, 11, 17, 6, 9, 4
 
@@ -208,6 +209,20 @@ def test_an_own_layer_is_an_error_until_its_rule_is_registered(mlp):
   expected = expected_dots(model, squared_loss, train, val)
   for label, value in expected.items():
     assert oracles.relative_error(result.per_param[label], value) < 1e-5, label
+
+
+@pytest.mark.parametrize(
+  ("given", "said"),
+  [
+    (lambda self, call, name, direction: None, r"shift/a: Wrong.score gives .*NoneType.*, not \('K', 7\)"),
+    (lambda self, call, name, direction: jnp.zeros((1, 5)), r"gives \(1, 5\), not \('K', 7\)"),
+    (lambda self, call, name, direction: jnp.full((1, N), jnp.nan), "shift/a.* do not add up to <gradient, direction>"),
+  ],
+)
+def test_what_a_rule_gives_that_is_no_score_is_refused(given, said, mlp, monkeypatch):
+  monkeypatch.setitem(rules.RULES, Shift, type("Wrong", (ghost.Rule,), {"score": given})())
+  with pytest.raises(ValueError, match=said):
+    score(ghost.GhostEngine(), randomized(WithShift), *mlp[1:3], loss_fn=squared_loss)
 
 
 class UsedTwice(nnx.Module):

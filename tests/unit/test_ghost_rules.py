@@ -13,6 +13,7 @@ import tiny
 from flax import nnx
 
 from maxghost import ghost
+from maxghost.ghost import rules
 
 N, N_VAL, T, TOKENS = 6, 4, 11, 19
 
@@ -288,3 +289,19 @@ def test_other_axes_of_a_dense_layer_are_refused():
 
   with pytest.raises(ValueError, match=r"LinearGeneral with axis=\(1,\).*trailing axes"):
     ghost.GhostEngine().score(Model(nnx.Rngs(0)), vector_batch(6, 1), vector_batch(4, 2), loss_fn=image_loss)
+
+
+@pytest.mark.parametrize(
+  ("layers", "cls", "said"),
+  [
+    ((), ghost.Rule, r"write @ghost.rule\(MyLayer\)"),
+    (("Shift",), ghost.Rule, r"write @ghost.rule\(MyLayer\)"),
+    ((nnx.Linear,), dict, "on a class that extends Rule"),
+    ((nnx.Linear,), type("Own", (ghost.Rule,), {"methods": ("forward",)}), "Own: methods names Linear.forward, which"),
+  ],
+)
+def test_what_is_no_rule_of_a_layer_is_not_registered(layers, cls, said):
+  before = dict(rules.RULES)
+  with pytest.raises(ValueError, match=said):
+    ghost.rule(*layers)(cls)
+  assert before == rules.RULES

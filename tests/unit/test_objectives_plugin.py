@@ -194,14 +194,68 @@ class Odd(PairMean):
 
 @pytest.mark.parametrize(
   ("metric", "said"),
-  [("", r"losses of shape \(6, 13\) and weights of shape \(6, 1\)"), ("loss", "metric loss has the name of a step's")],
+  [
+    ("", r"returns \(6, 13\), \(6, 1\), dict; return"),
+    ("loss", "metric loss has the name of a step's"),
+  ],
 )
 def test_what_a_step_cannot_use_is_named(metric, said, monkeypatch):
   monkeypatch.setattr(Odd, "metric", metric)
   monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Odd))
-  run = Run(batch=TRAIN[0], objective=NAME, per_device_batch_size=6, ghost_enabled=False)
   with pytest.raises(ValueError, match=said):
-    run.step(TRAIN[0])
+    Run(batch=TRAIN[0], objective=NAME, per_device_batch_size=6, ghost_enabled=False).step(TRAIN[0])
+
+
+@pytest.mark.parametrize(
+  ("wrong", "said"),
+  [
+    (
+      lambda losses, weights, metrics: (losses, weights),
+      r"returns \(6, 13\), \(6, 13\); return \(losses, weights,",
+    ),
+    (lambda losses, weights, metrics: None, "measured returns NoneType; return"),
+    (
+      lambda losses, weights, metrics: (losses.mean(1), weights.mean(1), metrics),
+      r"returns \(6,\), \(6,\), dict; return",
+    ),
+    (lambda losses, weights, metrics: (losses.astype(int), weights, metrics), "losses of type int32"),
+    (lambda losses, weights, metrics: (losses, weights, metrics | {"learning/loss": losses.sum()}), "name of a step's"),
+    (lambda losses, weights, metrics: (losses, weights, metrics | {"own/x": losses}), "own/x is no array of shape"),
+    (lambda losses, weights, metrics: (losses, weights, metrics | {"own/x": 1}), "own/x is no array of shape"),
+  ],
+)
+def test_what_an_objective_returns_in_another_form_is_named(wrong, said, monkeypatch):
+  class Wrong(PairMean):
+    def measured_head(self, model, x, batch):
+      return wrong(*super().measured_head(model, x, batch))
+
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Wrong))
+  with pytest.raises(ConfigError, match=said):
+    Run(batch=TRAIN[0], objective=NAME, per_device_batch_size=6, ghost_enabled=False).step(TRAIN[0])
+
+
+@pytest.mark.parametrize(
+  ("wrong", "said"),
+  [
+    ("pair", "objective: 'pair' is no class that extends Objective"),
+    (dict, "is no class that extends Objective"),
+    (type("Bare", (objectives.Objective,), {"name": "bare"}), "Bare needs __call__"),
+    (type("Nameless", (LanguageModelLoss,), {"name": ""}), "Nameless needs a text as its name, not ''"),
+    (
+      type("One", (LanguageModelLoss,), {"name": "one", "schedules": "two_pass"}),
+      "One.schedules is 'two_pass'; give a",
+    ),
+    (
+      type("Two", (LanguageModelLoss,), {"name": "two", "schedules": ("twopass",)}),
+      "a tuple of two_pass, reverse_scan",
+    ),
+  ],
+)
+def test_what_is_no_whole_objective_is_not_registered(wrong, said):
+  before = dict(plugins.OBJECTIVES)
+  with pytest.raises(ValueError, match=said):
+    objectives.register(wrong)
+  assert before == plugins.OBJECTIVES
 
 
 def test_a_name_is_taken_once():

@@ -8,6 +8,7 @@ P_t g = (1 - b) s mix(g): not elementwise, not symmetric, and a function of the 
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -320,6 +321,54 @@ def test_names_and_directions_are_taken_once():
   with pytest.raises(ValueError, match="opt_type=adamw is already"):
     optimizers.register(Other)
   assert optimizers.register(Mixer) is Mixer
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"columns": "inertia"}, "Wrong.columns is 'inertia'; give a tuple"),
+    ({"columns": ("unscored",)}, "a tuple of names that no step has"),
+    ({"schedules": ("twopass",)}, "give a tuple of two_pass"),
+    ({"direction": "second_order"}, "ghost_direction=second_order is already"),
+    ({"response": optimizers.UpdateRule.response}, "Wrong needs response"),
+  ],
+)
+def test_what_is_no_whole_rule_is_not_registered(changes, said):
+  """A column of a name that the ledger has would take the place of its number."""
+  with pytest.raises(ValueError, match=said):
+    optimizers.register(type("Wrong", (Mixer,), {"name": "wrong", "direction": "wronged", **changes}))
+  with pytest.raises(ValueError, match="7 is no class that extends UpdateRule"):
+    optimizers.register(7)
+  assert "wrong" not in plugins.OPTIMIZERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Through(optimizers.Response):
+  function: Callable
+
+  def apply(self, x):
+    return self.function(x)
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"column_arrays": lambda *_: {"inertai": jnp.ones(3)}}, r"opt_type=wrong: column_arrays gives 'inertai' of shape"),
+    (
+      {"column_arrays": lambda *_: {"inertia": jnp.ones(())}},
+      r"gives 'inertia' of shape \(\) for decoder/.* not \('iner",
+    ),
+    ({"response": lambda *_: Through(jnp.square)}, "Through.apply is not linear, or changes the shape: "),
+    ({"response": lambda *_: Through(jnp.sum)}, "Through.apply is not linear, or changes the shape: cotangent"),
+    ({"state_keys": {"inertia": "mu"}}, "state_keys names 'mu', which no state of its step has"),
+  ],
+)
+def test_what_a_rule_gives_in_another_form_is_named(changes, said):
+  """A column of another shape would be broadcast, and its sum be wrong."""
+  optimizers.register(type("Wrong", (Mixer,), {"name": "wrong", "direction": "wronged", **changes}))
+  with pytest.raises(config.ConfigError, match=said):
+    run = Run(opt_type="wrong", base_num_decoder_layers=1)
+    jax.eval_shape(run.function, run.state, TRAIN[0], (VALIDATION,))
 
 
 def test_the_table_says_what_the_rules_say():

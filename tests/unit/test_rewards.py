@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from maxghost.config import ConfigError
 from maxghost.data import rewards
 
 
@@ -40,3 +41,35 @@ def test_built_in_rewards():
   for value in (10**400, -1e300, float("inf"), "1", np.complex64(1)):  # the first: a distance of long answers
     with pytest.raises(rewards.RolloutError, match="no finite number and not None; prompt 'a', answer 'b'"):
       rewards.judge({"given": lambda value=value, **_: [value]}, ["a"], ["b"], {})
+
+
+@pytest.mark.parametrize(
+  ("made", "said"),
+  [
+    ({0: 1.0, 1: 2.0}, "gave a dict; give a list"),
+    ({1.0, 2.0}, "gave a set; give a list"),
+    (b"ab", "gave a bytes; give a list"),
+    (SystemExit(0), "reward own failed: SystemExit: 0; prompt 'p'"),
+  ],
+)
+def test_what_has_no_order_and_an_exit_are_no_rewards(made, said):
+  """A dict would give its keys, and the exit would end the run as if all had gone well."""
+
+  def own(**_):
+    if isinstance(made, BaseException):
+      raise made
+    return made
+
+  with pytest.raises(rewards.RolloutError, match=said):
+    rewards.judge({"own": own}, ["p", "p"], ["a", "b"], {})
+
+
+def test_a_file_of_rewards_is_named_with_what_it_has(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  (tmp_path / "own.py").write_text("def near(**_):\n  return []\n")
+  (tmp_path / "exits.py").write_text("raise SystemExit(0)\n")
+  assert rewards.load("~/own.py:near")() == []
+  with pytest.raises(ConfigError, match=r"own\.py has no function zzz; it has near"):
+    rewards.load(f"{tmp_path}/own.py:zzz")
+  with pytest.raises(ConfigError, match=r"exits\.py cannot be imported: SystemExit: 0"):
+    rewards.load(f"{tmp_path}/exits.py:near")

@@ -68,6 +68,8 @@ class Optimizer(Plugin):
 
 
 OF_STEP = ("path", "marginal")  # directions through the whole step as a function of the batch gradient
+# Names of a step's other numbers, which no column of an optimizer may have; momentum and weight_decay are columns.
+_TAKEN = {*read_table("score_log.yml")["units"], "exact", "last", "predicted"} - {"momentum", "weight_decay"}
 _usual = {"columns": ("momentum", "weight_decay"), "by_segment": True, "elementwise": True, "offers": OF_STEP}
 _own = functools.partial(Optimizer, **_usual)
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -108,7 +110,7 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")  # of data that holds the reference's log-probabilities
 
 # The plug-ins of each key.
-KINDS: dict[str, Mapping[str, Plugin]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}
+KINDS: dict[str, dict[str, Any]] = {"opt_type": OPTIMIZERS, "objective": OBJECTIVES}
 
 
 def directions() -> tuple[str, ...]:
@@ -160,9 +162,18 @@ def describe(key: str, cls: type) -> None:
       cls.name = name  # pyright: ignore
 
 
-def register(key: str, name: str, plugin: Any) -> None:
-  """Adds a plug-in to those of `key`. Raises ValueError for a name that another class has taken."""
-  table: Any = KINDS[key]
+def register(key: str, cls: Any, base: type, entry: type[Plugin]) -> None:
+  """Adds a class to the plug-ins of `key`. Raises ValueError for one that is not whole, or whose name is taken."""
+  if not isinstance(cls, type) or not issubclass(cls, base):
+    raise ValueError(f"{key}: {cls!r:.80} is no class that extends {base.__name__}")
+  name, lacking = getattr(cls, "name", ""), sorted(getattr(cls, "__abstractmethods__", ()))
+  if lacking or not isinstance(name, str) or not name:
+    raise ValueError(f"{key}: {cls.__name__} needs {', '.join(lacking) or f'a text as its name, not {name!r}'}")
+  plugin, table = entry.of(cls), KINDS[key]
+  if not isinstance(given := plugin.schedules, tuple) or not set(given) <= set(SCHEDULES):
+    raise ValueError(f"{key}: {cls.__name__}.schedules is {given!r}; give a tuple of {', '.join(SCHEDULES)}")
+  if not isinstance(given := getattr(plugin, "columns", ()), tuple) or _TAKEN.intersection(given):
+    raise ValueError(f"{key}: {cls.__name__}.columns is {given!r}; give a tuple of names that no step has")
   if name in table and table[name] != plugin:
     raise ValueError(f"{key}={name} is already {table[name].target}; give the other one a name of its own")
   table[name] = plugin

@@ -81,11 +81,8 @@ FORMER: dict[str, str] = _table["former"]
 OTHER = {name: OtherKey(answer, _TYPES[kind], change) for name, (kind, answer, *change) in _table["maxtext"].items()}
 
 # Values that are read as others: {key: {text: text}}.
-SYNONYMS: dict[str, dict[str, str]] = {
-  "packing": {text: "first_fit" if on else "none" for text, on in WORDS.items()},
-  "ghost_reweight": {"true": "20", "false": ""}, "dataset_mixture": {"proportional": ""},
-  "dpo_algo": {"dpo": "sigmoid"}, "max_num_checkpoints_to_keep": {"none": "0"}, "muon_consistent_rms": {"none": "0.0"},
-}  # fmt: skip
+SYNONYMS: dict[str, dict[str, str]] = _table["synonyms"]
+SYNONYMS["packing"] = {text: "first_fit" if on else "none" for text, on in WORDS.items()}
 
 _MOST_LINES = 10  # of errors about keys that only MaxText has
 _FOREIGN = " is a MaxText key that maxghost does not have"

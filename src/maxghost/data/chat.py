@@ -47,9 +47,10 @@ class Template:
     text, spans, prompts = (self._by_marks if marked else self._by_prefixes)(messages, tools, first)
     said = "".join(text[start:stop] for start, stop in spans)
     for turn, message in enumerate(messages):
-      content = (message.get("content") or "").rpartition("</think>")[2].strip()
-      if spans and turn >= first and message["role"] == "assistant" and content not in said:
-        raise self._error(f"does not show what the assistant says in turn {turn + 1}")
+      content, role = (message.get("content") or "").rpartition("</think>")[2].strip(), message["role"]
+      shown = {"user": text, "assistant": said if turn >= first else content}.get(role, content)
+      if spans and content not in shown:
+        raise self._error(f"does not show what the {role} says in turn {turn + 1}")
     return text, spans, prompts
 
   def _by_marks(self, messages, tools, first: int) -> tuple[str, Spans, list[str]]:

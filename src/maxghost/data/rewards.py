@@ -12,9 +12,10 @@ import copy
 import functools
 import importlib
 import math
+import os
 import re
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -79,12 +80,13 @@ def load(name: str, key: str = "reward_functions") -> Reward:
     known = f"{', '.join(REWARDS)}, or FILE.py:FUNCTION{did_you_mean(name, REWARDS)}"
     raise ConfigError(f"{key}={name}: use {known}")
   try:
-    there = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
-  except Exception as error:  # whatever the user's file does
+    file = os.path.expanduser(place)
+    there = runpy.run_path(file) if place.endswith(".py") else vars(importlib.import_module(place))
+  except (Exception, SystemExit) as error:  # whatever the user's file does
     raise ConfigError(f"{key}={name}: {place} cannot be imported: {_said(error)}") from error
   if not callable(found := there.get(function)):
-    known = [key for key, value in there.items() if callable(value) and not key.startswith("_")]
-    raise ConfigError(f"{key}={name}: {place} has no function {function}{did_you_mean(function, known)}")
+    known = [other for other, value in there.items() if callable(value) and not other.startswith("_")]
+    raise ConfigError(f"{key}={name}: {place} has no function {function}{did_you_mean(function, known, 'it has')}")
   return found
 
 
@@ -93,9 +95,12 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
   found = {}
   for name, function in functions.items():
     try:
-      given = list(function(prompts=list(prompts), completions=list(completions), **copy.deepcopy(columns)))
-    except Exception as error:  # whatever the user's function does
+      made = function(prompts=list(prompts), completions=list(completions), **copy.deepcopy(columns))
+      given = list(made)
+    except (Exception, SystemExit) as error:  # whatever the user's function does
       raise RolloutError(f"reward {name} failed: {_said(error)}; {_shown(prompts, completions, 0)}") from error
+    if isinstance(made, dict | Set | str | bytes):
+      raise RolloutError(f"reward {name} gave a {type(made).__name__}; give a list with a reward for each answer")
     if len(given) != len(completions):
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):

@@ -160,7 +160,11 @@ class LayerPasses:
       for param in self.info.scored:
         direction, facts = form(param)
         with jax.named_scope("ghost_score"):
-          score = constrain(self.rule.score(call, param.name, direction), SCORES[: 1 + len(self.info.reduced)])
+          score, leading = self.rule.score(call, param.name, direction), cotangent.shape[: len(self.info.reduced)]
+          given = getattr(score, "shape", (type(score),))
+          if given[1:] != leading:
+            raise ValueError(f"{param.label}: {type(self.rule).__name__}.score gives {given}, not {('K', *leading)}")
+          score = constrain(score, SCORES[: 1 + len(self.info.reduced)])
         scores[param.name] = filled(score, facts, values[param.name])
       if gradients:  # With the scores first, the cotangent of the layer's input can be formed where it is used.
         cotangent, scores = autodiff.barrier(cotangent, scores)

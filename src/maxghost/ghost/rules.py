@@ -90,10 +90,15 @@ def rule(*layer_types: type) -> Callable:
   """Registers a `Rule` class for layer types: `@ghost.rule(MyLayer) class MyRule(ghost.Rule): ...`.
 
   An empty class body is a complete rule for a layer whose `__call__(x)` takes and returns arrays with the example axis
-  first. Subclasses of a registered type need their own rule: they may compute something else.
+  first. Subclasses of a registered type need their own rule: they may compute something else. Raises ValueError for
+  a class that is no Rule, and for what is no layer type or lacks one of the rule's methods.
   """
 
   def register(cls):
+    if not layer_types or not all(isinstance(one, type) for one in (cls, *layer_types)) or not issubclass(cls, Rule):
+      raise ValueError(f"ghost.rule of {layer_types} on {cls}: write @ghost.rule(MyLayer) on a class that extends Rule")
+    if lacking := [f"{one.__name__}.{name}" for one in layer_types for name in cls.methods if not hasattr(one, name)]:
+      raise ValueError(f"{cls.__name__}: methods names {lacking[0]}, which does not exist")
     RULES.update((layer_type, cls()) for layer_type in layer_types)
     return cls
 

@@ -152,7 +152,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
   kind, split = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "gpt-2")
   bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
   splits = {"gpt-2": [bytes_only], "smollm": [pre_tokenizers.Digits(individual_digits=True), bytes_only]}
-  if kind != "gpt2" or split not in [*splits]:
+  if kind != "gpt2" or split not in list(splits):  # a damaged file may hold a list here, which no dict looks up
     said = f"{file.path}: tokenizer of kind {kind} with splitting rule {split}"
     raise LayoutError(f"{said}; known are gpt2 with {' or '.join(splits)}")
   tokens, kinds = file.texts("tokens"), said.get("tokenizer.ggml.token_type", [])
@@ -164,7 +164,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(splits[split]), tokenizers.decoders.ByteLevel()
     for which, add in ((_CONTROL, made.add_special_tokens), (_USER_DEFINED, made.add_tokens)):
       add([token for token, kind in zip(tokens, kinds, strict=False) if kind == which])
-    words: dict[str, Any] = {name: dict(enumerate(tokens))[i] for name, i in ids.items() if i is not None}  # never -1
+    by_id = dict(enumerate(tokens))  # a list would take -1 for its last
+    words: dict[str, Any] = {name: by_id[number] for name, number in ids.items() if number is not None}
   except Exception as error:  # the package raises plain Exceptions
     raise LayoutError(f"{file.path} is damaged: its tokenizer does not fit together ({error})") from error
   folder.mkdir()

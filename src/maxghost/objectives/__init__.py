@@ -16,9 +16,9 @@ __all__ = [
 def register(objective: type[Objective]) -> type[Objective]:
   """Registers an objective as objective=<objective.name>; usable as a decorator.
 
-  Raises ValueError for a name that is already taken.
+  Raises ValueError as `plugins.register`.
   """
-  plugins.register("objective", objective.name, plugins.Objective.of(objective))
+  plugins.register("objective", objective, Objective, plugins.Objective)
   return objective
 
 

@@ -176,7 +176,8 @@ class PlainLoss(Objective):
   loss_fn: Callable
 
   def __call__(self, model, batch):
-    found, rows = self.loss_fn(model, batch), jax.tree.leaves(batch)[0].shape[0]
+    # A copy, since the function may change a dict in place.
+    found, rows = self.loss_fn(model, jax.tree.map(lambda x: x, batch)), jax.tree.leaves(batch)[0].shape[0]
     found = tuple(found) if isinstance(found, (tuple, list)) else (found,)
     shapes = [jnp.shape(x) for x in found]
     if len(shapes) > 2 or len(set(shapes)) != 1 or len(shapes[0]) not in (1, 2) or shapes[0][0] != rows:

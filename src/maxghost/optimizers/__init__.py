@@ -5,7 +5,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import OptimizerConfig, plugins
+from maxghost.config import ConfigError, OptimizerConfig, plugins
 from maxghost.optimizers.adamw import AdamState, AdamW
 from maxghost.optimizers.base import Elementwise, Identity, Matrix, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.muon import Muon
@@ -22,18 +22,22 @@ __all__ = [
 def register(rule: type[UpdateRule]) -> type[UpdateRule]:
   """Registers a rule as opt_type=<rule.name>, and its direction as a ghost_direction; usable as a decorator.
 
-  Raises ValueError for a name or a direction that is already taken.
+  Raises ValueError as `plugins.register`, and for a direction that is already taken.
   """
-  for name, other in plugins.OPTIMIZERS.items():
-    if rule.direction is not None and other.direction == rule.direction and name != rule.name:
-      raise ValueError(f"ghost_direction={rule.direction} is already that of opt_type={name}; give it another name")
-  plugins.register("opt_type", rule.name, plugins.Optimizer.of(rule))
+  asked, name = getattr(rule, "direction", None), getattr(rule, "name", None)
+  taken = {other.direction: f"that of opt_type={of}" for of, other in plugins.OPTIMIZERS.items() if of != name}
+  taken |= dict.fromkeys(("auto", "second_order", *plugins.OF_STEP), "one of every optimizer")
+  if asked is not None and asked in taken:
+    raise ValueError(f"ghost_direction={asked} is already {taken[asked]}; give it another name")
+  plugins.register("opt_type", rule, UpdateRule, plugins.Optimizer)
   return rule
 
 
 def create(cfg: OptimizerConfig) -> UpdateRule:
-  """The configured rule."""
-  return plugins.OPTIMIZERS[cfg.opt_type].load().from_config(cfg)
+  """The configured rule. Raises ConfigError if `from_config` gives something else."""
+  if isinstance(rule := plugins.OPTIMIZERS[cfg.opt_type].load().from_config(cfg), UpdateRule):
+    return rule
+  raise ConfigError(f"opt_type={cfg.opt_type}: from_config gives a {type(rule).__name__}, not an UpdateRule")
 
 
 def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:

@@ -17,7 +17,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxghost.config import OptimizerConfig, plugins
+from maxghost.config import ConfigError, OptimizerConfig, plugins
+from maxghost.config.values import first_line
 from maxghost.parallel.shardings import slash_path
 
 
@@ -112,8 +113,12 @@ class Response(abc.ABC):
     """P_t x, for x [*lead, *parameter] with any number of leading axes."""
 
   def transpose(self, x):
-    """P_tᵀ x, the direction along which gradients are scored: <G, P_t g> = <P_tᵀ G, g>."""
-    return jax.linear_transpose(self.apply, x)(x)[0]
+    """P_tᵀ x, along which gradients are scored: <G, P_t g> = <P_tᵀ G, g>. Raises ConfigError if it is not linear."""
+    try:
+      return jax.linear_transpose(self.apply, x)(x)[0]
+    except (TypeError, AssertionError, NotImplementedError) as error:  # of JAX
+      said = f"{type(self).__name__}.apply is not linear, or changes the shape"
+      raise ConfigError(f"{said}: {first_line(error)}") from error
 
   def whole(self, gradient):
     """P_t g of the very gradient that formed the response; exact also where `apply` is a quadrature."""
@@ -271,7 +276,10 @@ class UpdateRule(abc.ABC):
   def state_shapes(self, parameter: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape and dtype} of the arrays kept for a parameter."""
     state = jax.eval_shape(self.transformation(optax.constant_schedule(0.0)).init, {"": parameter})
-    return {name: optax.tree_utils.tree_get(state, key)[""] for name, key in self.state_keys.items()}
+    kept = {name: optax.tree_utils.tree_get(state, key) for name, key in self.state_keys.items()}
+    if missing := [self.state_keys[name] for name, tree in kept.items() if tree is None]:
+      raise ConfigError(f"opt_type={self.name}: state_keys names '{missing[0]}', which no state of its step has")
+    return {name: tree[""] for name, tree in kept.items()}
 
 
 def widened(given: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -33,8 +33,7 @@ _ROW_TYPES = ("<i8", "<i4", "<i4", "<i8", "<i8", "<i4", "<i4", "<f4", "<f4", "<f
 
 
 # Names that a field of documents cannot have: columns of the log and of answers, and what answers are grouped by.
-TAKEN = frozenset(ROW_COLUMNS) | {"document", "source", "layer", "module", "text", "in_all", "chunks", "half_width",
-                                  "per_million_tokens", "per_million_half_width", "per_chunk"}  # fmt: skip
+TAKEN = frozenset((*ROW_COLUMNS, *TABLE["measures"], "document", "source", "layer", "module", "text"))
 
 
 def units(ledger: Sequence[str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ SCALARS = {"learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning
            "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
            "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
            "learning/mtp_loss": "mtp_loss"}  # fmt: skip
+OWN_METRICS = ("learning/", "perf/", "eval/", "moe/", "ghost/", "rollout/", "sample/")  # names that no objective gives
 SAMPLE = "sample/text"  # a text of the model, the only metric that is not a number
 
 

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxghost import optimizers
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, plugins
 from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff, qk_clip
-from maxghost.objectives import create, of_validation
+from maxghost.objectives import Objective, create, of_validation
 from maxghost.optimizers import by_label, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
+from maxghost.training.metrics import OWN_METRICS
 from maxghost.training.state import referenced
 
 
@@ -36,6 +37,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   objective, val_objective = create(cfg), of_validation(cfg)
+  if not isinstance(plugins.OBJECTIVES[cfg.optimizer.objective].target, str):
+    jax.eval_shape(functools.partial(_check_objective, objective, graphdef), state, batch)
   scorer: scoring.Scorer | None = None
   if cfg.ghost.ghost_enabled:
     model = nnx.merge(graphdef, state).model
@@ -64,8 +67,10 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     out = {"loss": passed.loss, "grad_norm": norm, "param_norm": host_memory.norm(whole, cfg.model.stacked_segments),
            "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor}  # fmt: skip
     reported, columns = step_loss.reported(passed.loss, passed.metrics), {}
-    if taken := out.keys() & reported.keys():
-      raise ConfigError(f"the objective's metric {min(taken)} has the name of a step's own; call it own/{min(taken)}")
+    if taken := [name for name in reported if name in out or name.startswith(OWN_METRICS)]:
+      raise ConfigError(f"the objective's metric {taken[0]} has the name of a step's own; call it own/{taken[0]}")
+    if wrong := [name for name, x in reported.items() if "/" in name and getattr(x, "shape", None) != ()]:
+      raise ConfigError(f"the objective's metric {wrong[0]} is no array of shape (), a scalar: return its mean")
     out |= reported
     if scorer is not None:
       columns = scorer.columns(train_state, split.params, scored, learning_rate, norm, clip_factor)
@@ -86,6 +91,16 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     return nnx.state(train_state), scoring.placed(out)
 
   return step, None if scorer is None else scorer.twin
+
+
+def _check_objective(objective: Objective, graphdef, state, batch) -> None:
+  """Raises ConfigError if what `measured` of the user's own objective returns is no (losses, weights, metrics)."""
+  train_state, wanted = nnx.merge(graphdef, state), batch["inputs"].shape
+  found: Any = objective.measured(train_state.model, *referenced(objective, train_state, batch))
+  forms = [getattr(x, "shape", type(x).__name__) for x in (found if isinstance(found, tuple) else (found,))]
+  if forms != [wanted, wanted, "dict"]:
+    said = f"objective={objective.name}: measured returns {', '.join(map(str, forms))}"
+    raise ConfigError(f"{said}; return (losses, weights, metrics): arrays of shape {wanted}, and a dict")
 
 
 def _clipped_update(cfg: Config, grads):

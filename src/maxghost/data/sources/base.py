@@ -140,9 +140,14 @@ def read_all(read: Callable[[list[int]], list[T]], records: list[int], errors: A
 
 
 class DocumentList(Source):
-  """A source whose documents are in memory."""
+  """A source whose documents are in memory. Raises ConfigError for what is no document of one of the domains."""
 
-  def __init__(self, documents: Sequence[Document], domains: tuple[str, ...]):
+  def __init__(self, documents: Iterable[Document], domains: tuple[str, ...]):
+    form = f"Document(domain, path, offset, text), with a domain of {domains}, a whole offset, and the text in bytes"
+    for d in (documents := [*documents]):
+      fits = isinstance(d, Document) and isinstance(d.offset, int | np.integer) and isinstance(d.text, bytes)
+      if not fits or d.domain not in domains:
+        raise ConfigError(f"a document of the list is {d!r:.100}; give {form}")
     self.documents, self.domains, self.files = documents, domains, {}
     self._sizes = np.array([len(d.text) for d in documents], np.int64)
     self.num_bytes = int(self._sizes.sum())

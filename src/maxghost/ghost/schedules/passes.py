@@ -24,8 +24,9 @@ from maxghost.parallel.shardings import constrain_state, map_state, slash_path
 
 def wide_weights(losses, weights):
   """The weights, flags or numbers of any kind, in float32 or the wider type of the losses. Raises ConfigError."""
-  if losses.shape != weights.shape:
-    raise ConfigError(f"losses of shape {losses.shape} and weights of shape {weights.shape}: return a weight for each")
+  if losses.shape != weights.shape or not jnp.issubdtype(losses.dtype, jnp.floating):
+    said = f"losses of type {losses.dtype} and shape {losses.shape}, and weights of shape {weights.shape}"
+    raise ConfigError(f"{said}: return real losses, and a weight for each")
   return weights.astype(jnp.promote_types(losses.dtype, jnp.float32))
 
 
