@@ -361,6 +361,7 @@ class Through(optimizers.Response):
     ({"response": lambda *_: Through(jnp.square)}, "Through.apply is not linear, or changes the shape: "),
     ({"response": lambda *_: Through(jnp.sum)}, "Through.apply is not linear, or changes the shape: cotangent"),
     ({"state_keys": {"inertia": "mu"}}, "state_keys names 'mu', which no state of its step has"),
+    ({"from_config": classmethod(lambda cls, cfg: None)}, "opt_type=wrong: from_config gives a NoneType"),
   ],
 )
 def test_what_a_rule_gives_in_another_form_is_named(changes, said):
