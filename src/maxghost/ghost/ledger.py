@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxghost.config import ConfigError
 from maxghost.ghost import directions
 from maxghost.optimizers import RuleState, UpdateRule
 from maxghost.parallel import shardings
@@ -39,9 +38,6 @@ def sums(rule: UpdateRule, state: RuleState, parameters: dict, params: dict, gra
     response = rule.response(parameter, g, kept, scalars)
     arrays: dict[str, Any] = {"exact" if label in scored else "unscored": response.whole(g)}
     arrays |= rule.column_arrays(parameter, params[label], g, kept, response)
-    if wrong := [name for name, x in arrays.items() if name not in names or jnp.shape(x) != g.shape]:
-      given = f"'{wrong[0]}' of shape {jnp.shape(arrays[wrong[0]])} for {label}, not {rule.columns} of shape {g.shape}"
-      raise ConfigError(f"opt_type={rule.name}: column_arrays gives {given}")
     if recalled:
       arrays["last"] = rule.last_update(params[label], kept, state)
     products = partial_products(list(arrays.values()), [gradient[label] for gradient in gradients])

@@ -6,6 +6,7 @@ import optax
 from flax import nnx
 
 from maxghost.config import ConfigError, OptimizerConfig, plugins
+from maxghost.optimizers.account import check_account
 from maxghost.optimizers.adamw import AdamState, AdamW
 from maxghost.optimizers.base import Elementwise, Identity, Matrix, Parameter, Response, RuleState, UpdateRule, by_label
 from maxghost.optimizers.muon import Muon
@@ -14,8 +15,8 @@ from maxghost.optimizers.step_size import clip, factor_of, factor_without, globa
 
 __all__ = [
   "AdamState", "AdamW", "Elementwise", "Identity", "Matrix", "Muon", "Parameter", "Response", "RuleState", "Sgd",
-  "UpdateRule", "by_label", "clip", "create", "direction_rule", "factor_of", "factor_without", "global_norm",
-  "learning_rate_schedule", "make_optimizer", "reach", "register", "scaled",
+  "UpdateRule", "by_label", "check_account", "clip", "create", "direction_rule", "factor_of", "factor_without",
+  "global_norm", "learning_rate_schedule", "make_optimizer", "reach", "register", "scaled",
 ]  # fmt: skip
 
 

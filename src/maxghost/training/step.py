@@ -45,6 +45,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
     (batch,) = jax.eval_shape(lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch)
     scorer = make(cfg, model, batch, num_sets=num_sets, num_segments=num_segments)
+    if not isinstance(plugins.OPTIMIZERS[cfg.optimizer.opt_type].target, str):
+      trained = nnx.state(model, nnx.merge(graphdef, state).optimizer.wrt)
+      optimizers.check_account(optimizers.create(cfg.optimizer), trained, scorer.twin.parameters)
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
