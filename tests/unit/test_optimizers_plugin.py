@@ -365,19 +365,20 @@ class Untransposed(Mix):
     ),
     ({"response": lambda *_: Through(jnp.square)}, "Through.apply is not linear, or changes the shape: "),
     ({"response": lambda *_: Through(jnp.sum)}, "Through.apply is not linear, or changes the shape: cotangent"),
-    ({"response": lambda *_: Untransposed(jnp.ones(()))}, "Untransposed.transpose is not that of its apply"),
+    ({"response": lambda *_: Untransposed(jnp.full((), 1e-5))}, "Untransposed.transpose is not that of its apply"),
     ({"state_keys": {"inertia": "mu"}}, "state_keys names 'mu', which no state of its step has"),
     ({"from_config": classmethod(lambda cls, cfg: None)}, "opt_type=wrong: from_config gives a NoneType"),
     ({"column_scales": lambda *_: {"inertia": 0.1}}, r"column_scales gives \('inertia',\), not a factor for each of"),
     ({"response": lambda *_: optimizers.Identity()}, "do not add up to the step of transformation for decoder/"),
     ({"column_arrays": lambda *_: {}}, "do not add up to the step of transformation for decoder/"),
+    ({"column_scales": lambda *_: {"inertia": 0.1, "shrinkage": 0}}, "do not add up to the step of transformation for"),
   ],
 )
 def test_what_a_rule_gives_in_another_form_is_named(changes, said):
   """A column of another shape would be broadcast, and scores of another step than the optimizer's be wrong."""
   optimizers.register(type("Wrong", (Mixer,), {"name": "wrong", "direction": "wronged", **changes}))
   with pytest.raises(config.ConfigError, match=said):
-    run = Run(opt_type="wrong", base_num_decoder_layers=1)
+    run = Run(opt_type="wrong", base_num_decoder_layers=1, adam_weight_decay=1e-4)
     jax.eval_shape(run.function, run.state, TRAIN[0], (VALIDATION,))
 
 

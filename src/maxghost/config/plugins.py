@@ -49,6 +49,11 @@ class Plugin:
     """Whether it works with a ghost_schedule, of which forward_mode has the passes of two_pass."""
     return schedule.replace("forward_mode", "two_pass") in self.schedules
 
+  @property
+  def is_own(self) -> bool:
+    """Whether the class is the user's, not one of the package."""
+    return not isinstance(self.target, str)
+
   def load(self) -> Any:
     if not isinstance(self.target, str):
       return self.target

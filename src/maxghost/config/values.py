@@ -173,7 +173,8 @@ def nearest(name: str, valid: Iterable[str], limit: int = 3) -> list[str]:
   found = sorted(candidate for candidate, ratio in zip(alike, likeness, strict=True) if ratio == likeness[0])
   words = lambda part, whole: f"_{part}_" in f"_{whole}_"  # noqa: E731
   found += [name for name in plain if name not in found and (words(wanted, name) or (name and words(name, wanted)))]
-  found = found or [candidate for candidate in plain if len(wanted) >= 2 and wanted in candidate]
+  if not found and len(wanted) >= 2:
+    found = [candidate for candidate in plain if wanted in candidate]
   return [plain[candidate] for candidate in found[:limit]]
 
 

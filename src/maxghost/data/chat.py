@@ -46,10 +46,10 @@ class Template:
     marked = "endgeneration" in self.source  # the template says itself what the assistant says
     text, spans, prompts = (self._by_marks if marked else self._by_prefixes)(messages, tools, first)
     said = "".join(text[start:stop] for start, stop in spans)
-    for turn, message in enumerate(messages):
+    for turn, message in enumerate(messages if spans else ()):
       content, role = (message.get("content") or "").rpartition("</think>")[2].strip(), message["role"]
-      shown = {"user": text, "assistant": said if turn >= first else content}.get(role, content)
-      if spans and content not in shown:
+      counts = role == "assistant" and turn >= first
+      if (counts and content not in said) or (role == "user" and content not in text):
         raise self._error(f"does not show what the {role} says in turn {turn + 1}")
     return text, spans, prompts
 

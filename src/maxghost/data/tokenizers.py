@@ -187,7 +187,8 @@ class HuggingFaceTokenizer(Tokenizer):
     raw = _read(file)
     try:
       self._inner = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
-      self.vocab_size = max((vocab := self._inner.get_vocab(with_added_tokens=True)).values()) + 1
+      vocab = self._inner.get_vocab(with_added_tokens=True)
+      self.vocab_size = max(vocab.values()) + 1
     except Exception as error:  # the library raises plain Exception
       raise ConfigError(f"tokenizer_path={path} is no tokenizer.json: {error}") from error
     self._inner.encode_special_tokens = True

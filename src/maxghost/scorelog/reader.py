@@ -39,8 +39,7 @@ def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
   if shards:
     log = ScoreLog(run_dir, drop_covered(shards), accept_lost_rows)
     lost += [*_missing(log.shards, written), *_unread(folder)]
-    lost += tokens.missing(folder, log.checksums("tokens_crc"))
-    lost += selection.missing(folder, log.checksums("selection_crc"))
+    lost += log.lost_beside(folder)
     if lost and not accept_lost_rows:
       more = [f"and {len(lost) - SHOWN_LOSSES} more"] if len(lost) > SHOWN_LOSSES else []
       way = "Put the files back, or go on without them: --accept-lost-rows (in Python accept_lost_rows=True)"
@@ -223,6 +222,11 @@ class ScoreLog(fmt.Frame):
     """{step: CRC-32} of what lies beside the log: tokens_crc or selection_crc."""
     known = self.steps[np.isfinite(self.steps[name])]
     return dict(zip(known["step"].tolist(), known[name].astype(np.int64).tolist(), strict=True))
+
+  def lost_beside(self, folder: Path) -> list[str]:
+    """A sentence for each kind of file beside the log, in its folder, of which some are missing."""
+    return [*tokens.missing(folder, self.checksums("tokens_crc")),
+            *selection.missing(folder, self.checksums("selection_crc"))]  # fmt: skip
 
   def chosen(self) -> np.ndarray:
     """bool[N]: whether the row was trained on, in a run with ghost_select. Raises ConfigError for one without."""

@@ -19,7 +19,6 @@ from numpy.lib import recfunctions
 from maxghost.config import ConfigError, did_you_mean
 from maxghost.config.files import sealed, sync, write_whole
 from maxghost.scorelog import format as fmt
-from maxghost.scorelog import selection, tokens
 from maxghost.scorelog.reader import ScoreLog
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
@@ -234,7 +233,8 @@ class Writer:
   def _count(self, kept: list[Shard], position: Mapping[str, int] | None) -> None:
     """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
     found, end, pending = (0, 0), (0, 0), None
-    for shard in (kept := drop_covered(kept)):
+    kept = drop_covered(kept)
+    for shard in kept:
       found, end = (found[0] + len(shard.steps), found[1] + shard.num_rows), shard.after
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
       if unfinished and shard.first_step // self._period == self._last_step // self._period:
@@ -245,9 +245,8 @@ class Writer:
       if found != counted:
         holds = "holds {} steps with {} rows, the checkpoint counted {} with {}".format(*found, *counted)
         print(f"maxghost: {self.folder} {holds}: files were changed; missing scores stay missing", file=sys.stderr)
-      for name, find in (("tokens_crc", tokens.missing), ("selection_crc", selection.missing)):
-        for lost in find(self.folder, ScoreLog(self.folder, kept, True).checksums(name)) if kept else ():
-          print(f"maxghost: {self.folder}: {lost}; they stay missing", file=sys.stderr)
+      for lost in ScoreLog(self.folder, kept, True).lost_beside(self.folder) if kept else ():
+        print(f"maxghost: {self.folder}: {lost}; they stay missing", file=sys.stderr)
     self._pending = pending or self._new_interval()
     self._note(self._last_step, self._num_steps, self._num_rows)
 

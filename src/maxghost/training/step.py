@@ -37,7 +37,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
   """
   schedule = learning_rate_schedule(cfg.optimizer, cfg.run.steps)
   objective, val_objective = create(cfg), of_validation(cfg)
-  if not isinstance(plugins.OBJECTIVES[cfg.optimizer.objective].target, str):
+  if plugins.OBJECTIVES[cfg.optimizer.objective].is_own:
     jax.eval_shape(functools.partial(_check_objective, objective, graphdef), state, batch)
   scorer: scoring.Scorer | None = None
   if cfg.ghost.ghost_enabled:
@@ -45,7 +45,7 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     make = scoring.make_scorer if cfg.ghost.ghost_select == "none" else selection.make_selector
     (batch,) = jax.eval_shape(lambda state, rows: referenced(objective, nnx.merge(graphdef, state), rows), state, batch)
     scorer = make(cfg, model, batch, num_sets=num_sets, num_segments=num_segments)
-    if not isinstance(plugins.OPTIMIZERS[cfg.optimizer.opt_type].target, str):
+    if plugins.OPTIMIZERS[cfg.optimizer.opt_type].is_own:
       trained = nnx.state(model, nnx.merge(graphdef, state).optimizer.wrt)
       optimizers.check_account(optimizers.create(cfg.optimizer), trained, scorer.twin.parameters)
 
