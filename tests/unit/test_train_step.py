@@ -66,8 +66,9 @@ def test_the_same_bits_with_a_tied_table_and_dropout():
   assert_same_bits(TwentySteps(cheap=True, logits_via_embedding=True, remat_policy="none", dropout_rate=0.1))
 
 
-def test_the_same_bits_in_segments():
-  assert_same_bits(TwentySteps(cheap=True, base_num_decoder_layers=4, segment_lengths=(2,), remat_policy="full"))
+def test_the_same_bits_in_segments_and_tiles():
+  layers = {"base_num_decoder_layers": 4, "segment_lengths": (2,), "remat_policy": "full"}
+  assert_same_bits(TwentySteps(cheap=True, num_vocab_tiling=3, **layers))
 
 
 @pytest.mark.slow

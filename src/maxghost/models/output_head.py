@@ -25,17 +25,17 @@ class TiedTable(nnx.Embed):
       return super().attend(query)
     return dense.tied(self.precision, query.astype(self.dtype), self.embedding[...].astype(self.dtype))
 
-  def losses(self, tiles: Callable, x_BTD, targets_BT, weights_BT):
+  def losses(self, tiles: Callable, x_BTD, targets_BT, expected_BT):
     """The loss of each position, [B, T], by tiles of `attend`."""
-    return tiles(x_BTD, self.embedding[...], targets_BT, weights_BT)
+    return tiles(x_BTD, self.embedding[...], targets_BT, expected_BT)
 
 
 class OutputProjection(nnx.LinearGeneral):
   """A projection [D, V] without bias."""
 
-  def losses(self, tiles: Callable, x_BTD, targets_BT, weights_BT):
+  def losses(self, tiles: Callable, x_BTD, targets_BT, expected_BT):
     """The loss of each position, [B, T], by tiles of the logits."""
-    return tiles(x_BTD, self.kernel[...], targets_BT, weights_BT)
+    return tiles(x_BTD, self.kernel[...], targets_BT, expected_BT)
 
 
 class OutputHead(nnx.Module):
@@ -57,11 +57,11 @@ class OutputHead(nnx.Module):
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     return logits_BTV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_BTV / self.soft_cap)
 
-  def losses(self, hidden: Hidden, targets_BT, weights_BT, tiling):
+  def losses(self, hidden: Hidden, targets_BT, expected_BT, tiling):
     """The loss of each position, [B, T], as of whole `logits`, by tiles (`objectives.tiled.Head`)."""
     own = {"tied": isinstance(self.projection, TiedTable), "dtype": jnp.dtype(self.projection.dtype)}
     own |= {"precision": self.projection.precision, "soft_cap": self.soft_cap}
-    return self.projection.losses(dataclasses.replace(tiling, **own), self._normed(hidden), targets_BT, weights_BT)
+    return self.projection.losses(dataclasses.replace(tiling, **own), self._normed(hidden), targets_BT, expected_BT)
 
   def _normed(self, hidden: Hidden):
     return hidden.x_BTD if self.norm is None else self.norm(hidden.x_BTD)

@@ -35,6 +35,12 @@ def _token_losses_bwd(z_loss, residuals, g_BT):
 _token_losses = autodiff.with_backward(_token_losses_fwd, _token_losses_bwd, nondiff_argnums=(2,))
 
 
+def mean_cotangent(weights_BT, dtype):
+  """What the weighted mean of losses sends back to each of them, to the bit. dtype: of the hidden states."""
+  wide_BT = weights_BT.astype(jnp.promote_types(dtype, jnp.float32))
+  return wide_BT * (1 / jnp.maximum(wide_BT.sum(), jnp.finfo(wide_BT.dtype).tiny))
+
+
 def label_of(logits, targets):
   return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.models.layers import Hidden
+from maxghost.objectives.cross_entropy import mean_cotangent
 
 
 def combined(objective: Any, model, x: Hidden, batch, weights_BT) -> tuple[Any, Hidden, dict]:
@@ -25,18 +26,18 @@ def combined(objective: Any, model, x: Hidden, batch, weights_BT) -> tuple[Any, 
   depths = range(1, block.num_layers + 1)
   keys = [objective.layer_key(model.decoder.num_layers + depth - 1) for depth in depths]
   outputs = block(dataclasses.replace(x, peaks_BLH=None), batch["inputs_position"], segments_BT, keys)
-  place_BT, wide_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1), weights_BT.astype(float)
+  place_BT, g_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1), mean_cotangent(weights_BT, x.x_BTD.dtype)
   # Whether position i and the one k further are of one segment.
   within = [(k, (place_BT < place_BT.shape[1] - k) & (segments_BT == jnp.roll(segments_BT, -k, 1))) for k in depths]
-  share = objective.mtp_weight / len(depths)
-  expected = [share * jnp.where(same_BT, jnp.roll(wide_BT, -k, 1), 0) for k, same_BT in within]
+  g_further_BT = g_BT * objective.mtp_weight / len(depths)
+  expected = [g_BT, *(jnp.where(same_BT, jnp.roll(g_further_BT, -k, 1), 0) for k, same_BT in within)]
   targets_BTC = jnp.stack([jnp.roll(batch["targets"], -k, 1) for k in (0, *depths)], 2)
   # One use of the output head for all predictions: each position then has one cotangent of the projection.
   together = dataclasses.replace(x, x_BTD=jnp.stack([x.x_BTD, *(output.x_BTD for output in outputs)], 2))
-  losses_BTC = objective.cross_entropy(model, together, targets_BTC, jnp.stack([wide_BT, *expected], 2))
+  losses_BTC = objective.cross_entropy(model, together, targets_BTC, jnp.stack(expected, 2))
   further = [jnp.roll(jnp.where(same_BT, losses_BTC[..., k], 0), k, 1) for k, same_BT in within]
-  further_BT: Any = sum(further) / len(depths)
-  weights_BT = wide_BT.astype(further_BT.dtype)
+  further_BT = jnp.asarray(sum(further)) / len(depths)
+  weights_BT = weights_BT.astype(further_BT.dtype)
   mean = jnp.sum(further_BT * weights_BT) / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
   routed = dataclasses.replace(x, routing=outputs[-1].routing)
   return losses_BTC[..., 0] + objective.mtp_weight * further_BT, routed, {"mtp_loss": mean}

@@ -13,7 +13,7 @@ from maxghost.config import Config
 from maxghost.models.layers import Hidden
 from maxghost.objectives import multi_token
 from maxghost.objectives.base import StagedLoss
-from maxghost.objectives.cross_entropy import token_losses
+from maxghost.objectives.cross_entropy import mean_cotangent, token_losses
 from maxghost.objectives.tiled import Head
 
 
@@ -118,16 +118,17 @@ class LanguageModelLoss(StagedLoss):
     if self.mtp_weight:
       losses_BT, x, found = multi_token.combined(self, model, x, batch, weights_BT)
     else:
-      losses_BT = self.cross_entropy(model, x, batch["targets"], weights_BT.astype(float))
+      expected_BT = mean_cotangent(weights_BT, x.x_BTD.dtype)
+      losses_BT = self.cross_entropy(model, x, batch["targets"], expected_BT)
     losses_BT = self.balanced(x, losses_BT)
     return losses_BT, weights_BT.astype(losses_BT.dtype), self.metrics(x, batch) | found
 
-  def cross_entropy(self, model, x: Hidden, targets_BT, weights_BT=None):
-    """Of each token, [B, T] in nats, by tiles if there are any. weights_BT: expected weights, as in `tiled_losses`."""
+  def cross_entropy(self, model, x: Hidden, targets_BT, expected_BT=None):
+    """Of each token, [B, T] in nats, by tiles if there are any. expected_BT: as in `tiled_losses`."""
     if self.num_tiles == 1:
       return token_losses(model.logits(x), targets_BT, self.z_loss_multiplier)
     tiles = Head(self.num_tiles, self.tile_axis, z_loss=self.z_loss_multiplier)
-    return model.head.losses(x, targets_BT, weights_BT, tiles)
+    return model.head.losses(x, targets_BT, expected_BT, tiles)
 
   def balanced(self, x: Hidden, losses_BT):
     """The losses with each token's share of the load-balancing loss."""

@@ -1,7 +1,7 @@
 """Output projection and cross-entropy in tiles: both passes hold only one tile of the logits at a time.
 
-The backward pass recomputes each tile's logits and uses the saved log-sum-exp. If the tokens' weights are given, the
-forward pass computes the gradients, of table and hidden states, as well, and the backward pass only scales them.
+The backward pass recomputes each tile's logits and uses the saved log-sum-exp. If the cotangent of the losses is given
+beforehand, the forward pass computes the gradients, of table and hidden states, as well.
 
 B batch, T positions, D features, V vocabulary; n tiles of c positions or of v vocabulary entries.
 Source of the online log-sum-exp: Milakov and Gimelshein, arXiv:1805.02867.
@@ -42,9 +42,11 @@ class Head:
     if self.axis not in AXES:
       raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
 
-  def __call__(self, x_BTD, w, targets_BT, weights_BT=None):
-    """`tiled_losses`; uses the weights on CPU only, where arithmetic costs more than holding a table's gradient."""
-    return tiled_losses(self, x_BTD, w, targets_BT, weights_BT if shardings.platform() == "cpu" else None)
+  def __call__(self, x_BTD, w, targets_BT, expected_BT=None):
+    """`tiled_losses`; expected_BT is used on CPU only, where arithmetic costs more than holding a table's gradient."""
+    # Not with a soft cap: XLA may compute its tanh once more in another loop, where it rounds otherwise.
+    known = shardings.platform() == "cpu" and self.soft_cap is None
+    return tiled_losses(self, x_BTD, w, targets_BT, expected_BT if known else None)
 
   @property
   def wide(self):
@@ -99,46 +101,38 @@ def _joined(tiles_n, place: int, axis: int, length: int):
   return lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), 0, length, axis=axis)
 
 
-def tiled_losses(head: Head, x_BTD, w, targets_BT, weights_BT=None):
+def tiled_losses(head: Head, x_BTD, w, targets_BT, expected_BT=None):
   """Cross-entropy of each position in nats plus z_loss * logsumexp**2, [B, T], float32 or wider.
 
-  Equal to `token_losses` of the whole logits. x_BTD: input of the projection (after the final norm). weights_BT:
-  expected weights of the losses, up to a common factor. With tiles of tokens, the backward pass then needs no logits,
-  but the table's gradient is held since the forward pass. If the actual weights differ, it is computed anew.
+  Equal to `token_losses` of the whole logits. x_BTD: input of the projection (after the final norm). expected_BT: the
+  losses' cotangent, if it is known. With tiles of tokens, the backward pass then needs no logits, but the table's
+  gradient is held since the forward pass. If the actual cotangent differs by a bit, gradients are computed anew:
+  without a soft cap they are the same with and without expected_BT, bit for bit.
   """
   if autodiff.in_forward_mode():
     return forward(head, x_BTD, w, targets_BT)[0]
-  return _losses(head, x_BTD, w, targets_BT, weights_BT if head.axis == "tokens" else None)
+  return _losses(head, x_BTD, w, targets_BT, expected_BT if head.axis == "tokens" else None)
 
 
-def _losses_fwd(head, x_BTD, w, targets_BT, weights_BT):
-  if weights_BT is None:
+def _losses_fwd(head, x_BTD, w, targets_BT, expected_BT):
+  if expected_BT is None:
     losses_BT, log_sum_BT = forward(head, x_BTD, w, targets_BT)
     return losses_BT, (x_BTD, w, targets_BT, log_sum_BT, None, None)
-  weights_BT = jnp.asarray(weights_BT)
+  expected_BT = jnp.asarray(expected_BT)
   x, table = x_BTD.astype(head.dtype), w.astype(head.dtype)
-  found = _by_tokens(head, x, table, targets_BT, g_BT=weights_BT.astype(head.wide))
+  found = _by_tokens(head, x, table, targets_BT, g_BT=expected_BT.astype(head.wide))
   losses_BT = loss_of(found["log_sum"], found["label"], head.z_loss)
-  return losses_BT, (x_BTD, w, targets_BT, found["log_sum"], weights_BT, (found["x"], found["w"]))
+  known = found["x"].astype(x_BTD.dtype), found["w"].astype(w.dtype)
+  return losses_BT, (x_BTD, w, targets_BT, found["log_sum"], expected_BT, known)
 
 
 def _losses_bwd(head, residuals, g_BT):
-  x_BTD, w, targets_BT, log_sum_BT, weights_BT, expected = residuals
+  x_BTD, w, targets_BT, log_sum_BT, expected_BT, known = residuals
   anew = lambda: backward(head, x_BTD, w, targets_BT, log_sum_BT, g_BT)[:2]  # noqa: E731
-  if expected is None:
+  if known is None:
     return *anew(), autodiff.no_cotangent(targets_BT), None
-  weights, g = weights_BT.astype(head.wide).ravel(), g_BT.astype(head.wide).ravel()
-  largest = jnp.argmax(jnp.abs(weights))
-  scale = jnp.where(weights[largest] == 0, 0, g[largest] / jnp.where(weights[largest] == 0, 1, weights[largest]))
-  scaled = scale * weights
-  as_expected = jnp.all(jnp.abs(g - scaled) <= 4 * jnp.finfo(head.wide).eps * jnp.abs(scaled))
-
-  def rescaled():
-    d_x, d_w = expected
-    return (scale * d_x.astype(head.wide)).astype(x_BTD.dtype), (scale * d_w).astype(w.dtype)
-
-  d_x, d_w = lax.cond(as_expected, rescaled, anew)
-  return d_x, d_w, autodiff.no_cotangent(targets_BT), jnp.zeros_like(weights_BT)
+  d_x, d_w = lax.cond(jnp.all(g_BT == expected_BT), lambda: known, anew)
+  return d_x, d_w, autodiff.no_cotangent(targets_BT), jnp.zeros_like(expected_BT)
 
 
 _losses = jax.custom_vjp(lambda head, x, w, targets, _: forward(head, x, w, targets)[0], nondiff_argnums=(0,))
