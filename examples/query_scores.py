@@ -4,9 +4,12 @@ import sys
 
 import pandas as pd
 
-from maxghost import attribution
+from maxghost import attribution, config
 
-log = attribution.load(sys.argv[1] if len(sys.argv) > 1 else "runs/base")
+try:
+  log = attribution.load(sys.argv[1] if len(sys.argv) > 1 else "runs/base")
+except config.ConfigError as error:  # such as a folder that does not exist
+  sys.exit(str(error))
 
 # Sums, intervals and units by a query, as `maxghost scores` makes them; the log is read in blocks.
 answer = attribution.ask(log, attribution.Query(by="domain"))

@@ -1,18 +1,13 @@
 """The console script `maxghost`, and `python -m maxghost COMMAND ...`."""
 
-import os
 import sys
 
-from maxghost import import_module
+from maxghost import import_module, left_with
 
 
 def main() -> int:
   """Runs the command and returns its exit code."""
-  code = import_module("maxghost.cli").main()
-  if code == 130 and "jax" in sys.modules and sys.argv[1:2] != ["train"]:  # which ends between two steps
-    sys.stdout.flush()
-    os._exit(code)  # Ctrl-C: threads of XLA that still compute would crash the interpreter's own end
-  return code
+  return left_with(import_module("maxghost.cli").main())
 
 
 if __name__ == "__main__":

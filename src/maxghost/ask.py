@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxghost import attribute, config, generate, import_module, load_model
+from maxghost import attribute, config, generate, import_module, left_with, load_model
 from maxghost.attribution.index import CONTRIBUTION, open_index
 from maxghost.attribution.numbers import number
 from maxghost.attribution.output import console
@@ -146,4 +146,4 @@ def _show(args: argparse.Namespace, found: dict, console) -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(left_with(main()))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxghost import config
+from maxghost import config, left_with
 from maxghost.attribution.index import CONTRIBUTION, LESS, ORDERS, open_index
 from maxghost.attribution.texts import print_notes
 from maxghost.attribution.where import refuse_unknown
@@ -319,4 +319,4 @@ def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> I
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(left_with(main()))

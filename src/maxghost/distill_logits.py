@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxghost import cli
+from maxghost import cli, left_with
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, Writer, settings
 
@@ -108,4 +108,4 @@ def _open_teacher(cfg: Config, layout, teacher: tuple, top_k: int, num_rows: int
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(left_with(main()))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxghost import import_module
+from maxghost import import_module, left_with
 from maxghost.config import Config, ConfigError, did_you_mean
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.schema import WEIGHTS_ONLY
@@ -171,4 +171,4 @@ def _show(texts: Sequence[str], rows: Sequence, stream: Iterator) -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(left_with(main()))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from maxghost import left_with
 from maxghost.config import ConfigError
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, import_package
@@ -159,4 +160,4 @@ def _run(args: argparse.Namespace, listener: socket.socket, served: Any) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(left_with(main()))

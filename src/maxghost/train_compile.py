@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from maxghost import cli
+from maxghost import cli, left_with
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import naming
 from maxghost.parallel import topologies
@@ -52,4 +52,4 @@ def _run(cfg: Config) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(left_with(main()))

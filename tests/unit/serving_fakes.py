@@ -87,10 +87,10 @@ def served(batcher, tokenizer=BYTES, **changes):
 
 
 @contextlib.contextmanager
-def serving(model, **options):
-  """The port of a server in a thread."""
+def serving(model, grace=3, **options):
+  """The port of a server in a thread. grace: seconds of requests after its end."""
   config = uvicorn.Config(Server(model, **options).app, port=0, log_level="critical", lifespan="off", ws="none")
-  config.timeout_graceful_shutdown = 3
+  config.timeout_graceful_shutdown = grace
   server = uvicorn.Server(config)
   thread = threading.Thread(target=server.run, daemon=True)
   thread.start()

@@ -372,6 +372,24 @@ def test_ctrl_c_in_a_computation_of_jax_does_not_wait_for_its_threads(argv):
   assert (done.returncode, done.stdout, done.stderr) == (130, f"interrupted{ended}", "")
 
 
+@pytest.mark.parametrize("name", ["serve", "generate", "ask", "attribute"])
+def test_ctrl_c_in_a_command_that_runs_as_a_module(name):
+  code = f"""
+    import atexit, runpy, sys
+    from types import ModuleType
+    from maxghost.config.arguments import Parser
+
+    def interrupt(*_):
+      raise KeyboardInterrupt
+
+    Parser.parse, sys.modules["jax"] = interrupt, ModuleType("jax")
+    atexit.register(print, "the end of the interpreter")
+    runpy.run_module("maxghost.{name}", run_name="__main__")
+  """
+  done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+  assert (done.returncode, done.stdout, done.stderr) == (130, "", "maxghost: interrupted\n")
+
+
 @pytest.mark.parametrize(
   ("encoding", "seen"),
   [("ascii", "-0.01 +- 5 328. ??"), ("cp1252", "-0.01 ± 5 328… ??"), ("utf-8", "−0.01 ± 5\u202f328… 漢?")],

@@ -88,6 +88,11 @@ def test_query_scores_makes_tables_of_the_log(folder, monkeypatch):
   assert set(made["domains"].index) == set(made["table"]["tokens"].columns)
 
 
+def test_query_scores_of_no_run_says_so_in_one_line(tmp_path, monkeypatch):
+  with pytest.raises(SystemExit, match="no such folder"):
+    run("query_scores.py", monkeypatch, tmp_path / "nosuch")
+
+
 @pytest.fixture
 def demonstration(tmp_path, monkeypatch):
   """A function that imports a demonstration; its files are written to a folder of the test."""

@@ -3,6 +3,7 @@
 import dataclasses
 import http.client
 import json
+import logging
 import os
 import re
 import signal
@@ -271,6 +272,24 @@ def test_a_client_that_sends_half_a_body_and_leaves(slow):
   connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{".encode())
   connection.close()
   assert call(port, "/health")[0] == 200 and batcher.counters.running == 0
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_server_that_ends_before_a_client_does_tells_it_and_logs_no_traceback(reads, monkeypatch):
+  """One sends half a body, the other does not read its answer."""
+  model, logged = served(EchoBatcher(slots=100)), []
+  monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda *_, **options: logged.append(options))
+  many = LONG | {"n": 1, "prompt": ["a" * 190] * 90, "logprobs": 3, "stream": True}
+  body = "{" if reads else json.dumps(many)
+  with socket.socket() as connection:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    with serving(model, grace=0.5) as port:
+      connection.connect(("127.0.0.1", port))
+      head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body) + reads}\r\n\r\n"
+      connection.sendall((head + body).encode())
+      until(lambda: reads or model.batcher.counters.done == 90)
+    assert not reads or (b"503" in (said := connection.recv(999)) and b"the server is stopping" in said)
+  assert logged and not [options for options in logged if options.get("exc_info")]
 
 
 def test_a_full_queue_says_when_to_come_again(slow):

@@ -70,6 +70,8 @@ class Server:
         return _refusal(refused)
       except ClientDisconnect:
         return Response(status_code=499)  # to nobody
+      except asyncio.CancelledError:  # a body that is still on its way when the server ends
+        return _refusal(Refused("the server is stopping", code="unavailable", status=503))
 
     return Route(path, endpoint, methods=[method])
 
@@ -110,8 +112,8 @@ class Server:
   async def _models(self, request: HTTPRequest) -> Response:
     served, name = self._served, request.path_params.get("name")
     about = {"id": served.name, "object": "model", "created": self._since, "owned_by": "maxghost"}
-    about |= {"max_model_len": served.size, "chat": served.chats, "sources": served.sources is not None}
-    about["no_sources"] = served.no_sources
+    about |= {"max_model_len": served.size, "chat": served.chats}
+    about |= {"sources": served.sources is not None, "no_sources": served.no_sources}
     requests.check_model(name, served.name)
     return JSONResponse(about if name else {"object": "list", "data": [about]})
 
@@ -293,11 +295,12 @@ class Answer:
 
 
 class _Stream(StreamingResponse):
-  """Ends its events with itself; they notice themselves when the client leaves."""
+  """Ends its events with itself, and both with the server; they notice themselves when the client leaves."""
 
   async def __call__(self, scope, receive, send) -> None:
-    async with contextlib.aclosing(self.body_iterator):  # pyright: ignore
-      await self.stream_response(send)
+    with contextlib.suppress(asyncio.CancelledError):  # the client does not read, and the server ends
+      async with contextlib.aclosing(self.body_iterator):  # pyright: ignore
+        await self.stream_response(send)
 
 
 async def _body(request: HTTPRequest) -> bytes:

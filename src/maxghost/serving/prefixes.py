@@ -14,7 +14,7 @@ class Prefixes:
 
   def __init__(self, limit: int):
     self.limit, self.bytes = limit, 0
-    self._chunks: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
+    self._chunks: collections.OrderedDict[bytes, tuple[Any, int]] = collections.OrderedDict()
 
   def find(self, prompt: np.ndarray, size: int) -> Sequence[Any]:
     """The known chunks of `size` tokens with which a prompt begins; its last token is never in them."""
@@ -22,18 +22,14 @@ class Prefixes:
     known = [*itertools.takewhile(self._chunks.__contains__, beginnings)]
     for key in reversed(known):  # a beginning leaves after what it is the beginning of
       self._chunks.move_to_end(key)
-    return [self._chunks[key] for key in known]
+    return [self._chunks[key][0] for key in known]
 
   def add(self, prompt: np.ndarray, chunk: Any) -> None:
     """Keeps the arrays of a chunk, which ends where `prompt` does."""
-    size, key = _bytes(chunk), prompt.tobytes()
+    size, key = sum(x.nbytes for x in jax.tree.leaves(chunk)), prompt.tobytes()
     if size > self.limit or key in self._chunks:
       return
     while self.bytes + size > self.limit:
-      self.bytes -= _bytes(self._chunks.popitem(last=False)[1])
-    self._chunks[key] = chunk
+      self.bytes -= self._chunks.popitem(last=False)[1][1]
+    self._chunks[key] = chunk, size
     self.bytes += size
-
-
-def _bytes(chunk: Any) -> int:
-  return sum(x.nbytes for x in jax.tree.leaves(chunk))
