@@ -158,9 +158,7 @@ def _train(
 
 def _stopped(signals: StopSignals) -> int | None:
   """The exit code after a signal before the first step. None where there are several processes, which stop together."""
-  from maxghost.parallel import distributed
-
-  if signals.requested is None or distributed.count() > 1:
+  if signals.requested is None or _is_one_of_several():
     return None
   print(f"Stopped by {signals.name} before the first step; nothing was written")
   return signals.exit_code

@@ -1,5 +1,7 @@
 """Metric names, metrics.jsonl, TensorBoard files, the step line, signals and the prefetcher."""
 
+import contextlib
+import errno
 import io
 import json
 import math
@@ -32,6 +34,7 @@ from maxghost.training.score_recorder import (
   module_contributions,
   scored_rows,
 )
+from maxghost.training.session import Session
 from maxghost.training.trackers import TensorBoard
 
 OUTPUTS = {
@@ -108,6 +111,36 @@ def test_the_log_goes_back_to_a_position(tmp_path):
   again.append({"step": 1, "a": 0.3})
   again.close()
   assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "a": 0.1}, {"step": 1, "a": 0.3}]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_directory_was_taken_away_writes_no_more(tmp_path, replaced):
+  """Not even when its logs are closed: the directory may be that of another run by now."""
+  path, closed = tmp_path / "run" / "metrics.jsonl", []
+  path.parent.mkdir()
+  log = MetricsLog(path)
+  log.append({"step": 0})
+  path.parent.rename(tmp_path / "elsewhere")
+  if replaced:
+    path.parent.mkdir()
+    path.write_text('{"step": 10}\n')
+
+  class Moved(Session):
+    def __init__(self):
+      pass
+
+    def _claim(self):
+      return contextlib.nullcontext()
+
+    def _train(self, opened):
+      opened.callback(closed.append, "a log")
+      log.append({"step": 1})
+
+  with pytest.raises(OSError, match="moved, removed or replaced") as caught:
+    Moved().run()
+  assert caught.value.errno == errno.ESTALE and caught.value.filename == str(path) and not closed
+  assert not replaced or path.read_text() == '{"step": 10}\n'
+  log.close()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no device that is always full")

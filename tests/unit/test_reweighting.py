@@ -109,6 +109,27 @@ def test_a_continued_run_draws_the_same_rows(cut):
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_sums_of_all_processes_go_on_in_any_number_of_them(count, monkeypatch):
+  """Of two processes that stop between two changes; as many go on with the same bits, each with its own sums."""
+  dataset, reweighter = open_run()
+  own = []
+  for step in range(2):
+    batch = next(dataset.train)
+    reweighter.observe(step, outputs_of(batch, dataset), batch)
+    own.append(reweighter._sums_2D.copy())
+  process = SimpleNamespace(gather=lambda value: [sums.tolist() for sums in own], count=lambda: count)
+  monkeypatch.setattr(reweighting, "distributed", process)
+  state, kept = json.loads(json.dumps(reweighter.state())), []
+  for index in range(count):
+    process.index, process.is_first = lambda index=index: index, lambda index=index: index == 0
+    _, again = open_run()
+    again.restore(state)
+    kept.append(again._sums_2D)
+  np.testing.assert_array_equal(sum(kept), sum(own))
+  assert count != 2 or all(map(np.array_equal, kept, own))
+
+
 def test_forgetting_the_decisions_would_change_the_rows():
   whole, _, _, _ = run(0, STEPS)
   _, _, position, _ = run(0, 12)
@@ -132,7 +153,7 @@ def test_rows_left_out_by_selection_earn_nothing():
   batch = next(dataset.train)
   outputs = outputs_of(batch, dataset) | {"chosen_B": np.array([True, False, False, True, False])}
   reweighter.observe(0, outputs, batch)
-  assert sum(reweighter.state()["tokens"]) == outputs["tokens_BS"][[0, 3]].sum()
+  assert sum(reweighter.state()["sums"][0][1]) == outputs["tokens_BS"][[0, 3]].sum()
 
 
 def test_the_reader_refuses_a_change_of_the_past():

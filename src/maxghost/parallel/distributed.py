@@ -104,11 +104,6 @@ def gather(value: Any) -> list:
   return [json.loads(text) for text in texts]
 
 
-def total(values: np.ndarray) -> np.ndarray:
-  """The sum of an array of float64 over the processes, the same bits on each."""
-  return np.sum([np.array(part) for part in gather(values.tolist())], axis=0)
-
-
 def check_same_config(cfg: Config) -> None:
   """Raises ConfigError on every process, naming the keys whose values differ. Prints a note if the clocks differ."""
   # Process 0's values are used after a round trip through JSON, like the others'. jax_distributed may differ.

@@ -5,6 +5,7 @@ file, and resuming cuts it back to that length. learning/*, perf/* and eval/* ha
 are new, the latter with one value per validation set.
 """
 
+import errno
 import json
 import math
 import os
@@ -116,6 +117,8 @@ class MetricsLog:
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     line = json.dumps(clean, allow_nan=False).encode() + b"\n"
     with naming("", self._path):
+      if not os.path.exists(self._path) or os.path.getsize(self._path) != os.fstat(self._file.fileno()).st_size:
+        raise OSError(errno.ESTALE, "moved, removed or replaced during the run; start it again", str(self._path))
       self._file.write(line)
       self._file.flush()
     self.checksum = zlib.crc32(line, self.checksum)

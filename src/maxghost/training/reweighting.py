@@ -53,7 +53,7 @@ class Reweighter:
       self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]
     due = [shares for first, shares in self._changes if first <= step] or [{}]
     if (step + 1) % self._every == 0:
-      nats_D, tokens_D = distributed.total(self._sums_2D)
+      nats_D, tokens_D = np.sum(distributed.gather(self._sums_2D.tolist()), 0)
       seen_D = tokens_D > 0
       value_D = np.divide(nats_D, tokens_D, out=np.zeros_like(nats_D), where=seen_D)
       self._sums_2D = np.zeros_like(self._sums_2D)
@@ -63,15 +63,17 @@ class Reweighter:
     return {f"ghost/share/{name}": share for name, share in due[-1].items()}
 
   def state(self) -> dict:
-    """The state for a resumed run, as JSON values."""
-    nats, tokens = self._sums_2D.tolist()
-    changes = list(map(list, self._changes))
-    return {"shares": self._shares_D.tolist(), "nats": nats, "tokens": tokens, "changes": changes}
+    """The state for a resumed run, as JSON values, with the sums of every process; all must call it."""
+    shares, sums = self._shares_D.tolist(), distributed.gather(self._sums_2D.tolist())
+    return {"shares": shares, "sums": sums, "changes": list(map(list, self._changes))}
 
   def restore(self, state: Mapping | None) -> None:
     """Restores a `state()`; None: the start of a run. Must be called before the next batch is drawn."""
     if state is not None:
-      self._shares_D, self._sums_2D = np.array(state["shares"]), np.array([state["nats"], state["tokens"]])
+      sums = state.get("sums") or [[state["nats"], state["tokens"]]]  # of one process, in an earlier version
+      same = len(sums) == distributed.count()  # else process 0 goes on with the sums of all
+      self._sums_2D = np.array(sums[distributed.index()]) if same else np.sum(sums, 0) * distributed.is_first()
+      self._shares_D = np.array(state["shares"])
       self._changes = [(int(batch), dict(shares)) for batch, shares in state["changes"]]
       self._reader.schedule_mixture(self._changes)
 

@@ -1,6 +1,7 @@
 """One run from start to end: builds its parts, resumes from the last checkpoint, and reports the result."""
 
 import contextlib
+import errno
 import functools
 import importlib.metadata
 import json
@@ -73,8 +74,8 @@ class Session:
         try:
           completed, seconds = self._train(opened)
         except BaseException as error:
-          if distributed.is_lost_peer(error):
-            opened.pop_all()  # closing would wait for the others
+          if distributed.is_lost_peer(error) or getattr(error, "errno", 0) == errno.ESTALE:
+            opened.pop_all()  # closing would wait for the others, or write into the directory of another run
           if isinstance(error, config.ConfigError) and distributed.is_first():
             run_directory.withdraw(self._existing)
           raise
