@@ -122,9 +122,9 @@ def _train(
 
   session = None
   try:
-    layout = devices.open_layout(cfg)
     if (code := _stopped(signals)) is not None:
       return code
+    layout = devices.open_layout(cfg)
     plan, watch = Plan.of(cfg, layout, teacher[0]), Watch(cfg.parallel.jax_distributed_timeouts[1])
     watch.start()
     (source, tokenizer), own = corpus, plan.own
@@ -150,6 +150,8 @@ def _train(
       raise
     print_problem(session.out_of_memory(error))
   except KeyboardInterrupt:
+    if session is None and (code := _stopped(signals)) is not None:
+      return code
     print("\nmaxghost: stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
     distributed.exit_at_once(130)
     raise
@@ -157,7 +159,7 @@ def _train(
 
 
 def _stopped(signals: StopSignals) -> int | None:
-  """The exit code after a signal before the first step. None where there are several processes, which stop together."""
+  """The exit code after a signal before the first step. None if several processes have met, which stop together."""
   if signals.requested is None or _is_one_of_several():
     return None
   print(f"Stopped by {signals.name} before the first step; nothing was written")

@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import signal
+import socket
 import struct
 import threading
 import time
@@ -338,6 +339,20 @@ def test_a_signal_while_jax_is_imported_stops_before_anything_is_built(tmp_path,
   cfg, signals = config.load(None, f"base_output_directory={tmp_path}"), StopSignals()
   signals.requested = signal.SIGINT
   assert train._train(cfg, run_directory.inspect(cfg), None, signals, None, False, (None, None)) == 130
+  assert "before the first step; nothing was written" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("number", "sent", "code"), [(0, signal.SIGTERM, 0), (1, signal.SIGINT, 130)])
+def test_a_process_that_waits_for_others_stops_at_the_first_signal(tmp_path, capsys, number, sent, code):
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  place = (f"base_output_directory={tmp_path}", f"jax_distributed=127.0.0.1:{port},{number}/2")
+  cfg = config.load(None, *place, "jax_distributed_timeouts=60,60")
+  timer = threading.Timer(0.3, os.kill, (os.getpid(), sent))
+  with StopSignals() as signals:
+    timer.start()
+    assert train._train(cfg, run_directory.inspect(cfg), None, signals, None, False, (None, None)) == code
   assert "before the first step; nothing was written" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 

@@ -10,12 +10,14 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 
 from maxghost.config.values import ConfigError, listed
 
 _RETRY_SECONDS = 0.2
 _LATECOMERS_SECONDS = 2.0
+waits = threading.Event()  # whether this process waits for others
 _FIX = "start all of them, with the same address and number of processes, or raise jax_distributed_timeouts"
 
 
@@ -26,7 +28,12 @@ def meet(address: str, num_processes: int, process_id: int, timeout: float) -> N
   they expect different numbers of processes; on process 0 also if the port is in use.
   """
   arguments = (address, num_processes, timeout)
-  if problem := _follow(process_id, *arguments) if process_id else _lead(*arguments):
+  waits.set()
+  try:
+    problem = _follow(process_id, *arguments) if process_id else _lead(*arguments)
+  finally:
+    waits.clear()
+  if problem:
     raise ConfigError(problem)
 
 

@@ -5,6 +5,8 @@ import signal
 import stat
 import threading
 
+from maxghost.parallel import rendezvous
+
 # A handled SIGTERM is a success; other signals give the shell's conventional code, 128 + their number.
 EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130, signal.SIGHUP: 129}
 
@@ -53,5 +55,7 @@ class StopSignals:
       for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode):
           os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    if rendezvous.waits.is_set():  # nothing is to be saved, and the others may never come
+      raise KeyboardInterrupt
     # os.write, not print: a handler may run in the middle of a print of the same stream.
     os.write(2, f"\nmaxghost: {self.name} received, finishing the step and saving{more}\n".encode())
