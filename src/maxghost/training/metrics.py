@@ -117,7 +117,9 @@ class MetricsLog:
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     line = json.dumps(clean, allow_nan=False).encode() + b"\n"
     with naming("", self._path):
-      if not os.path.exists(self._path) or os.path.getsize(self._path) != os.fstat(self._file.fileno()).st_size:
+      held, there = os.fstat(self._file.fileno()), os.stat(self._path) if os.path.exists(self._path) else None
+      # Some network file systems number files anew, others cache their sizes.
+      if not there or (there.st_size != held.st_size and not os.path.samestat(there, held)):
         raise OSError(errno.ESTALE, "moved, removed or replaced during the run; start it again", str(self._path))
       self._file.write(line)
       self._file.flush()
