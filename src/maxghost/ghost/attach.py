@@ -137,7 +137,7 @@ def matching(labels: Collection[str], patterns: tuple[str, ...], key: str = "gho
   """The parameter paths that match fnmatch patterns, those of `key`. Raises ConfigError for one without a match."""
   hits = {pattern: fnmatch.filter(labels, pattern) for pattern in patterns}
   if missed := [pattern for pattern in patterns if not hits[pattern]]:
-    raise ConfigError(f"{key} pattern '{missed[0]}' matches no parameter; paths: {', '.join(labels)}")
+    raise ConfigError(f"{key} pattern '{missed[0]}' matches no parameter (* is any text); paths: {', '.join(labels)}")
   found = set[str]().union(*hits.values())
   if key == "ghost_exclude" and len(found) == len(labels):
     given = [x for x in patterns if x not in labels] or patterns  # without the paths of untrained parameters
