@@ -182,7 +182,9 @@ def test_exit_codes_json_and_rows(tmp_path, capsys):
   assert set(content["rows"][0]) >= {"path", "kind", "max_abs", "max_rel", "first_index"}
   assert main([a, str(tmp_path / "nothing")]) == 2
   assert capsys.readouterr().err == f"compare_checkpoints: there is no checkpoint folder {tmp_path / 'nothing'}\n"
-  assert main([a, b, "--atol", "-1"]) == 2
+  for name, value in (("--atol", "-1"), ("--rtol", "nan"), ("--max_rows", "-1")):
+    assert main([a, b, name, value]) == 2
+    assert capsys.readouterr().err.startswith(f"compare_checkpoints: {name} {value}")
 
 
 def test_inspect_lists_every_leaf(tmp_path, capsys):

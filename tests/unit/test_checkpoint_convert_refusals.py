@@ -267,6 +267,8 @@ def test_row_10_other_persistent_state_and_unknown_keys(tmp_path):
   convert(tmp_path / "d", tmp_path / "dropped", read=ReadOptions(drop=("ema",)), say=lines.append)
   assert "dropped: 1 leaves, the first ema/w" in lines
   refuses(tmp_path / "a", "--drop emma: the checkpoint has no such extra key", read=ReadOptions(drop=("emma",)))
+  convert(save(tmp_path / "nnx", nnx()), tmp_path / "own", to="maxghost", say=silent)
+  refuses(tmp_path / "own", "--drop optimizer: the checkpoint has no such", read=ReadOptions(drop=("optimizer",)))
 
 
 def test_row_11_wrong_direction(tmp_path):

@@ -18,7 +18,7 @@ from maxghost.checkpoint.layouts import Checkpoint, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref, blocks_of, chunk_of
 from maxghost.checkpoint.layouts_store import AnyPath, Opener, open_tree
 from maxghost.config.arguments import Parser
-from maxghost.config.values import ConfigError, guarded, slash_path
+from maxghost.config.values import guarded, slash_path
 
 ONLY_LEFT, ONLY_RIGHT, STRUCTURE = "only-left", "only-right", "structure"
 SHAPE, DTYPE, VALUE = "shape", "dtype", "value"
@@ -67,7 +67,7 @@ class Comparison:
 
   def lines(self, max_rows: int) -> Iterator[str]:
     """The comparison as text. max_rows: number of differences shown; 0: all."""
-    shown = self.rows[: max(max_rows, 0) or None]
+    shown = self.rows[: max_rows or None]
     yield from (row.text() for row in shown)
     if len(self.rows) > len(shown):
       yield f"... and {len(self.rows) - len(shown)} more differences (--max_rows 0 prints all)"
@@ -237,9 +237,9 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   add("--rtol", type=float, default=0.0, help="allowed difference, as a share of each element of B")
   add("--json", action="store_true", help="print one JSON object")
   add("--max_rows", "--max-rows", type=int, default=20, help="differences printed; 0 = all")
-  options = vars(parser.parse(argv))
-  if min(options["atol"], options["rtol"]) < 0:
-    raise ConfigError(f"atol={options['atol']} rtol={options['rtol']}: must be 0 or more")
+  parsed = parser.parse(argv)
+  parser.check(parsed, atol=0, rtol=0, max_rows=0)
+  options = vars(parsed)
   as_json, max_rows = options.pop("json"), options.pop("max_rows")
   result = compare_checkpoints(**options, opener=opener)
   content = {"equal": result.equal, "left": options["a"], "right": options["b"], **dataclasses.asdict(result)}

@@ -130,9 +130,8 @@ def read_checkpoint(raw: RawTree, options: ReadOptions | None = None, *, strict:
     raise LayoutError(f"{raw.origin} holds no parameters")
   checkpoint = Checkpoint(raw, layout, scan_axis, wrapped, params, step=sections["step"].get(()), aux_plain=aux_plain)
   if layout == MAXGHOST:
-    checkpoint.loop_state = extra
-  else:
-    _read_unknown(checkpoint, extra, options, strict)
+    checkpoint.loop_state, extra = extra, {}
+  _read_unknown(checkpoint, extra, options, strict)
   forms = layouts_layers.find_containers(aux, (*names, *map(slash_path, found)), stacked)
   try:
     checkpoint.aux = split_layers(aux, forms, 0, like=params.containers)
