@@ -43,8 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
-  args = parser.parse(argv)
-  parser.check(args, top=1, token=1, max_new_tokens=1)
+  args = parser.parse(argv, top=1, token=1, max_new_tokens=1)
   parser.check(args, SEEDS[1], seed=SEEDS[0])
   for name, text in (("the question", args.question), ("--answer", args.answer)):
     if text == "":

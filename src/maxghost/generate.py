@@ -69,8 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--quantize_kvcache", action="store_true", help="keep keys and values in int8 (the configuration's)")
   add("--otherwise", metavar="FILE", help=argparse.SUPPRESS)  # as --config, for a model that has none
   typed = list(sys.argv[1:] if argv is None else argv)
-  args = parser.parse(flags := from_keys(typed))
-  parser.check(args, max_new_tokens=1, cache=0)
+  args = parser.parse(flags := from_keys(typed), max_new_tokens=1, cache=0)
   parser.check(args, SEEDS[1], seed=SEEDS[0])
   if "" in args.stop:
     parser.error("--stop '' would stop at once; leave it out, or give the text to stop at")

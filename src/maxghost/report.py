@@ -22,8 +22,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--accept-lost-rows", action="store_true", help=ACCEPT_HELP)
   add("--watch", action="store_true", help="serve the page on this machine and renew it during training")
   add("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
-  args = parser.parse(argv)
-  parser.check(args, documents=0, port=0)
+  args = parser.parse(argv, documents=0, port=0)
   parser.read_together(args, {"watch": ("output",)}, watch=("port",))
   return args
 

@@ -307,6 +307,11 @@ def test_layers_without_adapters_are_refused(changes, text):
     adapters.create_abstract(cfg)
 
 
+def test_rank_0_is_named():
+  with pytest.raises(ConfigError, match="lora_rank=0 means no adapters"):
+    adapters.attach(nnx.Dict(only=nnx.Linear(3, 3, rngs=nnx.Rngs(0))), config.load().adapter)
+
+
 @pytest.mark.parametrize("axes", ["btd,dh->bh", "btd,dh->bt", "...d,dh->...h", "btd,hd->bth"])
 def test_an_einsum_that_is_no_product_with_a_matrix_takes_no_adapter(axes):
   """Nor one that also sums over other axes, which an adapter's products do not."""

@@ -379,7 +379,7 @@ def test_ctrl_c_in_a_command_that_runs_as_a_module(name):
     from types import ModuleType
     from maxghost.config.arguments import Parser
 
-    def interrupt(*_):
+    def interrupt(*_, **least):
       raise KeyboardInterrupt
 
     Parser.parse, sys.modules["jax"] = interrupt, ModuleType("jax")

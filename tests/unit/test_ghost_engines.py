@@ -325,6 +325,12 @@ def test_arguments_that_are_missing_or_no_batch_are_named():
   for message, (train, val, loss_fn) in wrong.items():
     with pytest.raises(ValueError, match=message):
       ghost.GhostEngine().score(model, train, val, loss_fn=loss_fn)
+  with pytest.raises(ValueError, match="loss_fn= is missing"):  # as the model of docs/engine.md
+    ghost.GhostEngine().score(nnx.Dict(hidden=model), batch, batch)
+  with pytest.raises(ValueError, match="cfg='adam' is no configuration"):
+    ghost.GhostEngine("adam")
+  with pytest.raises(ValueError, match=r"pattern 'kernl\*' matches no parameter"):  # one pattern, not six
+    ghost.GhostEngine(exclude="kernl*").score(model, batch, batch, loss_fn=squares)
   optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
   for state in (optimizer, optimizer.opt_state):
     with pytest.raises(ValueError, match=r"needs state=AdamState.from_optax\(optimizer\)"):

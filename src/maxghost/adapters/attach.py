@@ -43,6 +43,8 @@ def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
   experts that of a matrix, such as decoder/layers/moe/wi_0. Dense layers no longer form weight gradients. Raises
   ConfigError for a pattern without a match, and for layers that can have no adapter, or not this lora_weight_qtype.
   """
+  if not cfg.lora_rank:
+    raise ConfigError("lora_rank=0 means no adapters; give their rank, such as lora_rank=8")
   layers, found = _places(model), []
   wanted = re.compile(cfg.lora_module_path) if cfg.lora_module_path else None
   for label, (module, name, by_default) in layers.items():

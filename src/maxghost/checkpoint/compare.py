@@ -237,9 +237,7 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   add("--rtol", type=float, default=0.0, help="allowed difference, as a share of each element of B")
   add("--json", action="store_true", help="print one JSON object")
   add("--max_rows", "--max-rows", type=int, default=20, help="differences printed; 0 = all")
-  parsed = parser.parse(argv)
-  parser.check(parsed, atol=0, rtol=0, max_rows=0)
-  options = vars(parsed)
+  options = vars(parser.parse(argv, atol=0, rtol=0, max_rows=0))
   as_json, max_rows = options.pop("json"), options.pop("max_rows")
   result = compare_checkpoints(**options, opener=opener)
   content = {"equal": result.equal, "left": options["a"], "right": options["b"], **dataclasses.asdict(result)}

@@ -28,13 +28,14 @@ class Parser(argparse.ArgumentParser):
   def error(self, message: str):
     raise ConfigError(f"{message}; {self.prog} --help lists the arguments")
 
-  def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed arguments. Raises ConfigError."""
+  def parse(self, argv: Sequence[str] | None, **least: float) -> argparse.Namespace:
+    """The parsed arguments; least: as of `check`. Raises ConfigError."""
     if wrong := [text for text in (sys.argv[1:] if argv is None else argv) if text.endswith("=--")]:
       self.error(f"{wrong[0]!r}: -- is no value")  # argparse drops it
     args, unknown = self.parse_known_args(argv)
     if unknown:
       self.refuse(unknown[0])
+    self.check(args, **least)
     return args
 
   def check(self, args: argparse.Namespace, most: float = MOST, **least: float) -> None:

@@ -75,9 +75,10 @@ class GhostEngine:
 
   @_own_names()
   def __init__(self, cfg: Config | None = None, *, schedule: str | None = None, direction: str | None = None,
-               rank: int | None = None, engine: str | None = None, exclude: tuple[str, ...] | None = None,
+               rank: int | None = None, engine: str | None = None, exclude: Sequence[str] | None = None,
                per_position: bool = False):  # fmt: skip
-    cfg = cfg or Config()
+    if not isinstance(cfg := cfg or Config(), Config):
+      raise ValueError(f"cfg={cfg!r} is no configuration: give config.load(...), and direction= and others by name")
     self.schedule = _known("schedule", schedule or cfg.ghost.passes, plugins.SCHEDULES)
     self.engine = _known("engine", engine or cfg.ghost.engine, tuple(plugins.ENGINES))
     self._schedule = self.schedule if self.engine == "graddotprod" else plugins.ENGINES[self.engine]
@@ -88,7 +89,8 @@ class GhostEngine:
     if curvature == "secant":
       raise ValueError("ghost_curvature=secant compares steps of a run; give a direction=, such as 'second_order'")
     self.spec = direction_spec(cfg, direction, self.rank, curvature)
-    self.exclude = tuple(cfg.ghost.ghost_exclude if exclude is None else exclude)
+    exclude = cfg.ghost.ghost_exclude if exclude is None else exclude
+    self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = create(cfg).validation()
@@ -118,7 +120,7 @@ class GhostEngine:
     _check_batches(train_batch, val_batches, self._schedule)
     state = state.rule_state(self.spec.rule) if isinstance(state, AdamState) else state
     self._check_inputs(val_batches, state, delta)
-    if loss_fn is None and not hasattr(model, "hidden"):
+    if loss_fn is None and not hasattr(type(model), "hidden"):  # a method; others may have a layer of that name
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
     loss_fn = loss_fn or self.default_loss
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)

@@ -275,9 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("ram_mb", "host memory for arrays; large ones are moved in blocks", **RAM_ARGUMENT)
   add("dry_run", "print what would go where and write nothing", action="store_true")
   add("verify", "re-read the target and compare all bytes", action=argparse.BooleanOptionalAction, default=True)
-  parsed = parser.parse(argv)
-  parser.check(parsed, layer_period=0)
-  options = vars(parsed)
+  options = vars(parser.parse(argv, layer_period=0))
   options |= {name: {"yes": True, "no": False}.get(options[name]) for name in ("source_wrapped", "wrapped")}
   source = {name.removeprefix("source_"): options.pop(name) for name in [*options] if name.startswith("source_")}
   convert(source.pop("path"), read=ReadOptions(**source), **options)

@@ -72,9 +72,10 @@ class Generator:
              keys_B: Any = None) -> Iterator[Progress]:  # fmt: skip
     """As `generate`, with a Progress after the first token and after every `every` tokens.
 
-    state: of `nnx.split`. keys_B: keys of the rows, in place of `seed`. Raises ValueError for an empty or long prompt.
+    state: of `nnx.split`. keys_B: of the rows, not `seed`. Raises ValueError for an empty or long prompt, a wrong id.
     """
-    tokens_BT, lengths_B = jax.device_put(self._pad(prompts, num_new), self._sharding)
+    vocab_size = nnx.merge(self._graphdef, state).token_embedder.num_embeddings
+    tokens_BT, lengths_B = jax.device_put(self._pad(prompts, num_new, vocab_size), self._sharding)
     self.seconds, key = Seconds(), (tokens_BT.shape, num_new)
     keys_B = jax.random.split(jax.random.key(seed), len(prompts)) if keys_B is None else keys_B
     arguments = (state, tokens_BT, lengths_B, keys_B)
@@ -105,7 +106,7 @@ class Generator:
       self.seconds.compiling += time.perf_counter() - begin
     return self._compiled[name]
 
-  def _pad(self, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[np.ndarray, np.ndarray]:
+  def _pad(self, prompts: Sequence[Sequence[int]], num_new: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
     if not len(lengths_B) or lengths_B.min() < 1 or num_new < 1:
       raise ValueError("each prompt needs at least one token, and at least one is to be added")
@@ -116,6 +117,8 @@ class Generator:
     tokens_BT = np.zeros((len(lengths_B), width), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=True):
       row[: len(prompt)] = prompt
+    if len(wrong := tokens_BT[(tokens_BT < 0) | (tokens_BT >= vocab_size)]):  # the lookup would give NaN
+      raise ValueError(f"token id {wrong[0]}: the vocabulary of the model has the ids 0 to {vocab_size - 1}")
     return tokens_BT, lengths_B
 
   def _read_prompts(self, state, tokens_BT, lengths_B, keys_B, num_new: int) -> dict[str, Any]:
