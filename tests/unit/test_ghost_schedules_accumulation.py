@@ -178,6 +178,14 @@ def test_the_columns_of_micro_batches_add_up_with_factors_too():
       assert np.corrcoef(scores, expected)[0, 1] > 0.9
 
 
+def test_factors_are_those_of_one_batch():
+  """In the backward pass of one batch and before that of micro-batches: both suit products with its gradient."""
+  changes = FLOAT64 | {"ghost_rank": 3, "gradient_clipping_threshold": 0.0, "base_num_decoder_layers": 1}
+  one, several = (Run(batch=UNEVEN, gradient_accumulation_steps=num, **changes).step(UNEVEN) for num in (1, 3))
+  for name in ("contribution_BSK", "captured", "direction_residual"):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-9), one[name], several[name])
+
+
 @pytest.mark.parametrize(
   ("changes", "there"),
   [

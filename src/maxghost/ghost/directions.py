@@ -160,13 +160,25 @@ def factors(directions: Sequence[tuple[ScoredParam, Any]]) -> dict[str, tuple]:
   return found
 
 
-def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None):
+def factors_for(param: ScoredParam, u_K, weight_gradient, weighting) -> tuple:
+  """`low_rank.factor_for` of one layer's u [K, *parameter], for g [*parameter]. weighting: of the `Response`."""
+  view = param.parameter
+  g, u_K = view.matrices(weight_gradient, 0), view.matrices(u_K, 1)
+  size = jnp.ones_like(g) if weighting is None else view.matrices(weighting, 0)
+  weights = low_rank.rank_one_root(1 / jnp.square(size))
+  return low_rank.factor_for(g, weights, u_K, param.spec.rank, param.label, view.groups)
+
+
+def direction_parts(
+  scored: Sequence[ScoredParam], gradients: list[dict], state: RuleState | None = None, scalars=None, suited: Any = ()
+):
   """({label: parts}, {label: captured [*stack, K]}) from K dicts {label: G}.
 
   Directions with a rank are factored here, unless they are formed in the backward pass, which needs the optimizer's
-  state. scalars: of the rule and this state, if they are known already.
+  state. scalars: of the rule and this state, if they are known already. suited: {label: (g, weighting)} of an earlier
+  pass, for factors like those of the backward pass.
   """
-  parts, to_factor = {}, []
+  parts, to_factor, factored = {}, [], {}
   for param in scored:
     rule, axis = param.spec.rule, len(param.stack_shape)
     if state is not None and scalars is None:
@@ -177,11 +189,14 @@ def direction_parts(scored: Sequence[ScoredParam], gradients: list[dict], state:
       assert state is not None and scalars is not None
       kept = (state.arrays[name][param.label] for name in rule.reads(param.parameter))
       parts[param.label] = (stacked, *kept, jnp.broadcast_to(scalars, (*param.stack_shape, *scalars.shape)))
+    elif param.low_rank and param.label in suited:
+      function = functools.partial(factors_for, param)
+      factored[param.label] = each_layer(function, len(param.stack_shape), stacked, *suited[param.label])
     elif param.low_rank:
       to_factor.append((param, stacked))
     else:
       parts[param.label] = (stacked,)
-  factored = factors(to_factor)
+  factored |= factors(to_factor)
   parts |= {label: (left, right) for label, (left, right, _) in factored.items()}
   return parts, {label: captured for label, (_, _, captured) in factored.items()}
 
@@ -219,12 +234,7 @@ def form(param: ScoredParam, parts: Sequence, weight_gradient) -> tuple[Directio
   if not param.low_rank:
     direction, captured = Direction(u_K), jnp.ones(u_K.shape[0], u_K.dtype)
   else:
-    weighting, g, u_K = response.weighting(), view.matrices(weight_gradient, 0), view.matrices(u_K, 1)
-    if weighting is None:
-      weights = (jnp.ones(g.shape[:-1], u_K.dtype), jnp.ones((*g.shape[:-2], g.shape[-1]), u_K.dtype))
-    else:
-      weights = low_rank.rank_one_root(1 / jnp.square(view.matrices(weighting, 0)))
-    left, right, captured = low_rank.factor_for(g, weights, u_K, param.spec.rank, param.label, view.groups)
+    left, right, captured = factors_for(param, u_K, weight_gradient, response.weighting())
     direction = Direction(None, left, right)
   return direction, jnp.stack([captured, along(param, direction, weight_gradient)], axis=-1)
 

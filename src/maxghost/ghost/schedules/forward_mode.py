@@ -18,7 +18,7 @@ def run(problem: Problem) -> Scored:
   model, rows = problem.model, (problem.loss, problem.batch, problem.settings.num_micro)
   passed = passes.accumulated(model, *rows)
   found = passes.validation(problem)
-  gradients, labelled = passes.whole_directions(problem, found.gradients, passed.grads)
+  gradients, labelled, _ = passes.whole_directions(problem, found.gradients, passed.grads)
   directions, grads = [passes.like(model.params, u) for u in labelled], by_label(passed.grads)
   sets = [jvp_scores(model, *rows, u) for u in directions]
   used = [sum(jnp.sum(grads[label] * v.astype(float)) for label, v in by_label(u).items()) for u in directions]

@@ -81,25 +81,28 @@ def validation(problem: Problem) -> Validation:
   return Validation(losses, jax.tree.unflatten(jax.tree.structure([problem.model.params] * num_sets), leaves))
 
 
-def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list]:
-  """([G], [u]) of the validation sets, from their States G and by the problem's rule: dicts {label: array}.
+def whole_directions(problem: Problem, gradients: list, training_gradient: nnx.State) -> tuple[list, list, dict]:
+  """([G], [u], {label: (g, weighting)}) from States G, by the problem's rule: dicts {label: array} of each set.
 
-  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`.
+  u = P_tᵀ G, and 0 for parameters that are not scored. G is that of `second_order_gradients` or `extrapolated`. The
+  last are for `direction_parts`; empty where P_t = 1.
   """
   rule, grads, (state, delta) = problem.rule, by_label(training_gradient), problem.update(training_gradient)
   if delta is not None:
     gradients = second_order_gradients(problem.model, problem.val_losses, problem.val_batches, gradients, delta)
   labelled = extrapolated(problem.secant, [by_label(g) for g in gradients])
-  scalars = None if state is None else rule.scalars(state.count, state.clip_factor)
+  responses = {}
+  if not rule.identity and state is not None:
+    scalars, views = rule.scalars(state.count, state.clip_factor), problem.parameters
+    responses = {name: rule.response(views[name], grads[name], state.of(name), scalars) for name in problem.scored}
 
   def direction(label: str, gradient):
     if label not in problem.scored:
       return jnp.zeros_like(gradient)
-    if rule.identity or state is None:
-      return gradient
-    return rule.response(problem.parameters[label], grads[label], state.of(label), scalars).transpose(gradient)
+    return responses[label].transpose(gradient) if responses else gradient
 
-  return labelled, [{label: direction(label, g) for label, g in whole.items()} for whole in labelled]
+  directions = [{label: direction(label, g) for label, g in whole.items()} for whole in labelled]
+  return labelled, directions, {label: (grads[label], one.weighting()) for label, one in responses.items()}
 
 
 def extrapolated(secant: Secant | None, gradients: list[dict]) -> list[dict]:

@@ -15,7 +15,7 @@ from maxghost.optimizers import by_label
 def run(problem: Problem) -> Scored:
   passed = train_pass(problem.model, problem.loss, problem.batch)
   found = validation(problem)
-  _, directions = whole_directions(problem, found.gradients, passed.grads)
+  _, directions, _ = whole_directions(problem, found.gradients, passed.grads)
   gradients = gradients_of(problem.model, problem.loss, problem.batch)
   products = jax.vmap(lambda g, u: (g * u).reshape(-1).sum(), (0, None))  # [examples]
   scores = {label: jnp.stack([products(gradients[label], u[label]) for u in directions]) for label in problem.scored}

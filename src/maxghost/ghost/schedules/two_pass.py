@@ -21,11 +21,12 @@ def run(problem: Problem) -> Scored:
   found, early, num_micro = passes.validation(problem), twin.spec.early, problem.settings.num_micro
   if early:
     first = passes.accumulated(model, problem.loss, batch, num_micro)
-    labelled, directions = passes.whole_directions(problem, found.gradients, first.grads)
+    labelled, directions, suited = passes.whole_directions(problem, found.gradients, first.grads)
     directions += [by_label(first.grads)] if twin.spec.own else []
   else:
+    suited = {}
     directions = labelled = passes.extrapolated(problem.secant, [by_label(g) for g in found.gradients])
-  parts, share = direction_parts(twin.scored, directions, problem.state)
+  parts, share = direction_parts(twin.scored, directions, problem.state, suited=suited)
   if problem.settings.in_turn:
     # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))
