@@ -234,7 +234,7 @@ class Batcher:
       elif result := self._engine.read(self._params, prefix):
         piece = job.take(result, 0)
     except Exception as error:  # of this request alone
-      piece = Piece("", finish="error", error=f"{type(error).__name__}: {error}")
+      piece = _failed(error)
     counters.prefill_seconds += time.perf_counter() - begin
     if piece is None:
       return state
@@ -262,7 +262,7 @@ class Batcher:
         try:
           pieces[slot] = self._running[slot].take(result, slot)
         except Exception as error:  # of this request alone
-          pieces[slot] = Piece("", finish="error", error=f"{type(error).__name__}: {error}")
+          pieces[slot] = _failed(error)
     for slot, piece in pieces.items():
       job = self._running[slot]
       if piece.finish:
@@ -277,3 +277,7 @@ class Batcher:
     self._counters.cancelled += piece.finish == "cancelled"
     self._counters.failed += piece.finish == "error"
     job.put(piece)
+
+
+def _failed(error: Exception) -> Piece:
+  return Piece("", finish="error", error=f"{type(error).__name__}: {error}")
