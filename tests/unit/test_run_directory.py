@@ -46,6 +46,25 @@ def test_all_differing_keys_are_named_with_both_values(tmp_path):
   assert "log_period" not in message and "\n" not in message
 
 
+def test_a_run_that_has_recorded_no_step_is_new_with_any_config(tmp_path):
+  """Its first batch may be what was wrong: the name stays free for a command that is mended."""
+  start(make_config(tmp_path))
+  metrics, other = tmp_path / "runs" / "one" / run_directory.METRICS_FILE, make_config(tmp_path, learning_rate=0.5)
+  with pytest.raises(ConfigError, match="another config"):
+    run_directory.inspect(other)  # nothing shows that config.yml is that of a run
+  metrics.touch()
+  (metrics.parent / "checkpoints" / "1").mkdir(parents=True)
+  with pytest.raises(ConfigError, match="another config"):
+    run_directory.inspect(other)
+  (metrics.parent / "checkpoints" / "1").rmdir()
+  assert run_directory.inspect(other).is_new
+  start(other)
+  assert config.load(metrics.parent / "config.yml") == other
+  metrics.write_text("{}\n")
+  with pytest.raises(ConfigError, match="another config"):
+    run_directory.inspect(make_config(tmp_path))
+
+
 def test_what_is_only_printed_or_saved_may_change(tmp_path):
   start(make_config(tmp_path))
   changes = dict(

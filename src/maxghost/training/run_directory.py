@@ -48,7 +48,8 @@ class Existing(NamedTuple):
 
 def inspect(cfg: Config) -> Existing:
   """Reads the run's directory and checks that this command may use it. Writes nothing. Raises ConfigError if the path
-  is not writable, or holds anything but a run whose config differs only in keys that may change (it names others)."""
+  is not writable, or holds anything but a run whose config differs only in keys that may change (it names others). A
+  run that has recorded no step is new, with any config."""
   folder = cfg.run.base_output_directory
   if "://" in folder:
     raise ConfigError(f"base_output_directory={folder}: runs are written to local folders; mount the bucket as one")
@@ -61,6 +62,9 @@ def inspect(cfg: Config) -> Existing:
   if not config_path.exists():
     said = f"run_name={cfg.run.run_name}: {path} exists, is not empty and has no {CONFIG_FILE}"
     raise ConfigError(f"{said}, so it is not a run directory; choose another run_name or base_output_directory")
+  metrics = path / METRICS_FILE
+  if metrics.exists() and not metrics.stat().st_size and not has_checkpoint(path):  # stopped before it recorded a step
+    return Existing(path, True, {}, 0)
   try:
     previous = config.load(config_path)
   except ConfigError as error:
