@@ -342,6 +342,27 @@ def test_names_of_files_that_are_no_utf8_stay_as_they_are(tmp_path):
   assert [prepared_source.document_id(n) for n in range(9)] == [source.document_id(n) for n in range(9)]
 
 
+def test_what_a_corrupt_document_asks_for_is_done(tmp_path):
+  """Repairing it, or skipping it, continues in the same folder; nothing prepared before is lost."""
+  texts, out = [json.dumps({"text": f"document {n} " * 9}) for n in range(40)], str(tmp_path / "out")
+  file = tmp_path / "texts.jsonl"
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"words={file}",))
+  file.write_text("\n".join([*texts, "{"]))
+  for part_bytes in (10**6, 500):  # stopped in the first part, where no file is kept, and in a later one
+    with pytest.raises(ConfigError, match=r"line 41.*on_corrupt=skip"):
+      prepare.prepare(open_source(cfg, 0), cfg, out, part_bytes=part_bytes)
+  skipping, seen = dataclasses.replace(cfg, on_corrupt="skip"), []
+  times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "shards").glob("*.array_record")}
+  prepare.prepare(open_source(skipping, 0), skipping, out, part_bytes=500, progress=seen.append)
+  assert len(times) > 3 and all(path.stat().st_mtime_ns == time for path, time in times.items())
+  assert [sum(part[name] for part in seen) for name in ("documents", "corrupt")] == [40, 1]
+  with pytest.raises(ConfigError, match=r"line 41.*on_corrupt=skip"):
+    prepare.prepare(open_source(cfg, 0), cfg, out, part_bytes=500)
+  file.write_text("\n".join(texts))
+  with pytest.raises(ConfigError, match="give another folder, or remove this one"):
+    prepare.prepare(open_source(cfg, 0), cfg, out, part_bytes=500)
+
+
 def test_a_damaged_job_is_one_line(tmp_path):
   source, out = synthetic.load(domain_bytes=20_000), tmp_path / "out"
   prepare.prepare(source, BASE, str(out))

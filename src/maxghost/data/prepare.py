@@ -86,12 +86,14 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
 
 
 def _manifest(job: Job, part: int) -> dict | None:
-  """A part's manifest if its columns are as they were written and the shard has its full size; else None."""
+  """A part's manifest if its columns are as they were written, the shard has its full size, and on_corrupt allows what
+  was skipped; else None."""
   base = job.folder / "parts" / f"{part:05d}"
   try:
     manifest = check_seal(json.loads(base.with_suffix(".json").read_text(encoding="utf-8")))
     same = (job.folder / "shards" / manifest["name"]).stat().st_size == manifest["size"]
     same &= manifest.get("columns", "") in ("", sha256(base.with_suffix(".npz")))  # "": of an earlier version
+    same &= job.cfg.on_corrupt == "skip" or not manifest["corrupt"]
   except (KeyError, OSError, ValueError):
     return None
   return manifest if same else None
@@ -112,11 +114,11 @@ def verify(folder: str) -> list[str]:
 
 
 def _claim(job: Job) -> None:
-  """Claims the folder for this job. Raises ConfigError when it holds another one."""
-  folder, source = job.folder, job.source
+  """Claims the folder for this job. Raises ConfigError when it holds another one that has written something."""
+  folder, source, replaced = job.folder, job.source, False
   mine = {"source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
-          "num_documents": len(source), "on_corrupt": job.cfg.on_corrupt, "version": prepared.INDEX_VERSION,
-          "files": source.files, **({"fields": [*source.fields]} if source.fields else {})}  # fmt: skip
+          "num_documents": len(source), "version": prepared.INDEX_VERSION, "files": source.files,
+          **({"fields": [*source.fields]} if source.fields else {})}  # fmt: skip
   if (asked := (*job.cfg.train_data_columns, *job.cfg.document_fields)) != ("text",):
     mine["columns"] = [*asked]
   file = folder / "job.json"
@@ -125,16 +127,20 @@ def _claim(job: Job) -> None:
     try:
       other = json.loads(file.read_text(encoding="utf-8"))
       changed = changed_keys(other.get("files", {}), source.files)
+      other.pop("on_corrupt", None)  # of an earlier version
     except (ValueError, AttributeError) as error:
       raise ConfigError(f"{file} is damaged ({error}); give another folder, or remove this one") from error
-    if other != mine:
-      what = ", ".join(changed[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
-      raise ConfigError(f"{folder} holds a corpus prepared from other data or settings ({what}); give another folder")
+    if replaced := other != mine:
+      written = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp" and path != file)
+      if "part_documents" not in other or any(written):
+        what = ", ".join(changed[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
+        said = f"{folder} holds a corpus prepared from other data or settings ({what})"
+        raise ConfigError(f"{said}; give another folder, or remove this one")
   elif folder.is_dir() and any(not entry.name.startswith(ours) for entry in folder.iterdir()):
     raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    if not file.is_file():
+    if replaced or not file.is_file():
       write_text(file, json.dumps(mine, indent=1))
     for name in ("shards", "parts", "index"):
       (folder / name).mkdir(exist_ok=True)
