@@ -187,7 +187,5 @@ def _packed(fetched: Fetched) -> dict:
 
 
 def _unpacked(coded: dict) -> Batch:
-  arrays = {}
-  for name, (dtype, shape, text) in coded.items():
-    arrays[name] = np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+  arrays = {name: np.frombuffer(base64.b64decode(x), dtype).reshape(shape) for name, (dtype, shape, x) in coded.items()}
   return Batch(arrays, *(arrays.pop(name) for name in _OF_BATCH))
