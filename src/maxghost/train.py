@@ -131,7 +131,7 @@ def _train(
     read = plan.rows // (cfg.rollout.num_generations if cfg.samples else 1)  # only the prompts of sampled answers
     dataset = data.make_dataset(
       source, cfg.data, cfg.run.data_shuffle_seed, own.num_shards, own.shard, tokenizer=tokenizer, records=cfg.records,
-      batch_size=read)  # fmt: skip
+      batch_size=read, answer_length=cfg.rollout.max_completion_length if cfg.samples else 0)  # fmt: skip
     if cfg.data.offline_data_dir:
       teacher_logits.bind(cfg.data.offline_data_dir, plan.rows, dataset.train)
     session = Session(

@@ -17,7 +17,7 @@ import tiny
 from flax import nnx
 from train_steps import REFERENCE_SEED, TEACHER, TRAIN, VALIDATION, Run
 
-from maxghost import config, distill_logits, objectives, train
+from maxghost import config, data, distill_logits, objectives, train
 from maxghost.config import ConfigError
 from maxghost.data.teacher_logits import IDS, LOG_SUM, LOGITS, TeacherLogits, Writer, settings
 from maxghost.data.types import Batch
@@ -331,3 +331,14 @@ def test_logits_are_written_for_a_run_that_has_another_frozen_model(taught, tmp_
     config.load(None, *SMALL, "steps=2", *asked)
   )
   assert "of the tokens of 1 segments" in capsys.readouterr().out
+
+
+def test_a_folder_of_something_else_and_other_logits_are_named(tmp_path):
+  (tmp_path / "index.json").write_text("{}")
+  with pytest.raises(ConfigError, match=r"holds no logits of a teacher: index\.json: it is of something else"):
+    TeacherLogits(str(tmp_path))
+  before, now = (data.load_dataset(tiny.make_config(dataset_type="synthetic").data).train for _ in range(2))
+  before.depend_on("logits", "a")
+  now.depend_on("logits", "b")
+  with pytest.raises(ConfigError, match=r"changed since the position was saved \(changed: logits\); restore"):
+    now.restore(before.state())

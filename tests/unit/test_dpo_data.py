@@ -202,8 +202,11 @@ def test_a_run_on_pairs_is_logged_and_continues_bit_for_bit(tmp_path, capsys):
   assert trained(tmp_path / "other", source, "init_weights_seed=1") != 0
 
 
-def test_adapters_of_another_run_are_part_of_the_reference(tmp_path):
-  """A run that begins with trained adapters begins at a loss of ln 2, though the base alone would give another one."""
+def test_adapters_of_another_run_are_part_of_the_reference(tmp_path, capsys):
+  """A run that begins with trained adapters begins at a loss of ln 2, though the base alone would give another one.
+
+  They may move before it continues, but not change.
+  """
   source = write(tmp_path / "pairs.jsonl", pairs(60))
   write(tmp_path / "said.jsonl", [{"prompt": f"{r['prompt']}:", "completion": r["chosen"]} for r in pairs(6, seed=9)])
   keys = ("lora_rank=3", "adam_weight_decay=0.0", "learning_rate=0.03", "ghost_val_sets=[pairs]", "eval_interval=-1")
@@ -211,10 +214,13 @@ def test_adapters_of_another_run_are_part_of_the_reference(tmp_path):
   warm = (*keys, f"lora_restore_path={tmp_path / 'first' / 'run'}")
   assert trained(tmp_path / "whole", source, *warm) == 0
   run_copies.interrupted(tmp_path / "whole", tmp_path / "parts")
-  assert trained(tmp_path / "parts", source, *warm) == 0
+  (tmp_path / "first").rename(tmp_path / "moved")
+  assert trained(tmp_path / "parts", source, *keys, f"lora_restore_path={(other := tmp_path / 'whole' / 'run')}") == 1
+  assert f"maxghost: {other} gives other frozen arrays than the run" in capsys.readouterr().err
+  assert trained(tmp_path / "parts", source, *keys, f"lora_restore_path={tmp_path / 'moved' / 'run'}") == 0
   before, whole, parts = (
     [json.loads(line) for line in (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()]
-    for name in ("first", "whole", "parts")
+    for name in ("moved", "whole", "parts")
   )
   assert whole[0]["learning/loss"] == pytest.approx(np.log(2), rel=1e-5)
   assert whole[0]["rewards/margins"] == 0 and before[-1]["rewards/margins"] != 0

@@ -501,17 +501,23 @@ def test_a_damaged_file_of_answers_is_named(finished, tmp_path):
       what_if._records(tmp_path / "rollouts.jsonl")
 
 
-def test_a_prompt_that_leaves_no_room_is_named(tmp_path, capsys):
+def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_written_or_left_out(tmp_path, capsys):
   folder = write(tmp_path)
-  assert start(folder, max_completion_length=12) == 1
-  assert "a prompt of 7 tokens, but max_target_length=16 leaves 5" in capsys.readouterr().err
+  lines = (folder / "add.jsonl").read_text().splitlines()
+  lines.insert(42, json.dumps({"prompt": "1+1+1+1+10+10=", "completion": "24"}))
+  (folder / "add.jsonl").write_text("\n".join(lines))
+  assert start(folder) == 2 and not (folder / "runs").exists()
+  said = "line 43: its prompt has 15 tokens, max_target_length less max_completion_length leaves it 13; repair"
+  assert said in capsys.readouterr().err
+  assert start(folder, on_corrupt="skip", steps=1) == 0
+  assert "1 are left out: they cannot be trained on" in capsys.readouterr().out
 
 
 def test_a_prompt_without_a_token_does_not_begin_the_answer_with_the_gold_one(tmp_path, capsys):
   folder = write(tmp_path)
   lines = [json.dumps({"prompt": "", "completion": str(n)}) for n in range(100, 140)]
   (folder / "add.jsonl").write_text("\n".join(lines))
-  assert start(folder, add_bos="false") == 1
+  assert start(folder, add_bos="false") == 2
   assert "its prompt has no token to continue; write something, or use add_bos=true" in capsys.readouterr().err
 
 

@@ -220,12 +220,12 @@ class CheckpointManager:
     except (KeyError, TypeError, ValueError) as error:
       raise ConfigError(f"{self._attempts_path} is damaged or half copied: {error!r}") from error
 
-  def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origin: str) -> None:
-    """Raises CheckpointError if the arrays, read from `origin`, are not those that `save` was given as frozen."""
+  def check_frozen(self, restored: Restored, frozen: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Raises CheckpointError if the arrays, read from `origins`, are not those that `save` was given as frozen."""
     found, saved = _checksums(frozen), restored.positions.get("frozen", {})
-    changed = [name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name)]
-    if changed:
-      said = f"{origin or 'init_weights_seed'} gives other frozen arrays than the run in {self._directory} began with"
+    if changed := [name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name)]:
+      origin = origins[min(changed).partition("/")[0]] or "init_weights_seed"
+      said = f"{origin} gives other frozen arrays than the run in {self._directory} began with"
       fix = "put them back, or start a new run_name"
       raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 

@@ -60,9 +60,9 @@ def open_all(cfg: DataConfig, seed: int, vocab_size: int | None = None, records=
 
 
 def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int = 1, shard: int = 0, *,
-                 batch_size: int | None = None, tokenizer: Tokenizer | None = None,
-                 records: str = "text") -> Dataset:  # fmt: skip
-  """Like `load_dataset`, for any `Source`, such as a `DocumentList` of documents in memory."""
+                 batch_size: int | None = None, tokenizer: Tokenizer | None = None, records: str = "text",
+                 answer_length: int = 0) -> Dataset:  # fmt: skip
+  """Like `load_dataset`, for any `Source`, such as a `DocumentList`. answer_length: of `ConversationUnits`."""
   tokenizer = tokenizer or ByteTokenizer()
   strategy = FIRST_FIT if cfg.packing == "none" else cfg.packing
   layout = Layout(cfg.max_target_length, cfg.max_segments, strategy, cfg.add_bos, cfg.add_eos)
@@ -77,6 +77,7 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
     said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
     raise ConfigError(f"{said}; use a shorter row or more data")
   parts = _parts(source, cfg, seed, tokenizer, layout, records)
+  parts[0] = dataclasses.replace(parts[0], answer_length=answer_length) if answer_length else parts[0]
   streams, weights = _streams(cfg, parts[0], seed)
   identity, per_lane = _identity(cfg, seed, batch_size, parts), batch_size // cfg.dataset_shards
   rows = (shard * batch_size // num_shards, (shard + 1) * batch_size // num_shards)

@@ -182,9 +182,11 @@ class Rendering:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConversationUnits(Units):
-  """The conversations of a source; one that is longer than a row keeps its beginning."""
+  """The conversations of a source; one that is longer than a row keeps its beginning. answer_length: tokens that the
+  row of a prompt must have left for the model's own answer."""
 
   rendering: Rendering
+  answer_length: int = 0
 
   def shown(self, text: bytes) -> bytes:
     """A line `role: content` for each message, or the plain texts."""
@@ -197,7 +199,13 @@ class ConversationUnits(Units):
 
   def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, weights) of what a document consists of. Raises ValueError with the reason in one line."""
-    return [self.rendering.encode(text)]
+    ids, weights = self.rendering.encode(text)
+    length, most = int(weights.argmax()), self.layout.row_length + 1 - self.answer_length
+    if self.answer_length and not length:
+      raise ValueError("its prompt has no token to continue; write something, or use add_bos=true")
+    if self.answer_length and length > most:
+      raise ValueError(f"its prompt has {length} tokens, max_target_length less max_completion_length leaves it {most}")
+    return [(ids, weights)]
 
   @property
   def settings(self) -> tuple[str, ...]:

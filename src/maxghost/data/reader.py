@@ -116,9 +116,8 @@ class TrainIterator(Iterator[Batch]):
 
   def depend_on(self, name: str, digest: str) -> None:
     """Makes saved positions depend on another file of the run too, with this checksum."""
-    identity, files = self._identity, self._identity["files"]
-    fingerprint = f"{text_hash(identity['fingerprint'], digest):016x}"
-    self._identity = identity | {"fingerprint": fingerprint, "files": files and {**files, name: digest}}
+    fingerprint = f"{text_hash(self._identity['fingerprint'], digest):016x}"
+    self._identity |= {"fingerprint": fingerprint, "files": {**self._identity["files"], name: digest}}
 
   @property
   def packing_efficiency(self) -> float:

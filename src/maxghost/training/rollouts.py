@@ -21,7 +21,6 @@ from maxghost import adapters
 from maxghost.config import Config
 from maxghost.data import rewards
 from maxghost.data.conversations import read
-from maxghost.data.rewards import UNTAUGHT, RolloutError
 from maxghost.data.types import Batch
 from maxghost.objectives.grpo import ADVANTAGES, SAMPLED, SCALES
 from maxghost.parallel.shardings import Layout
@@ -40,13 +39,12 @@ class Rollouts:
   def __init__(self, cfg: Config, dataset, layout: Layout, path: Path):
     self._cfg, self._keys, self._dataset, self._layout = cfg, cfg.rollout, dataset, layout
     self._functions = {name: rewards.load(name) for name in self._keys.reward_functions}
-    self._rendering = rendering = dataset.parts[0].rendering
+    rendering = dataset.parts[0].rendering
     self._stop_ids = dataset.tokenizer.stop_ids | (rendering.end_ids() if rendering.template else set())
-    rows = rows_per_step(cfg, layout.num_devices)
-    self._generator = Generator(nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1,
-                                stop_ids=sorted(self._stop_ids),
-                                sampling=Sampling(self._keys.decode_sampling_temperature),
-                                sharding=layout.rows(rows) if layout.num_devices > 1 else None)  # fmt: skip
+    self._generator = Generator(
+      nnx.graphdef(adapters.create_abstract(cfg)), cfg.data.max_target_length + 1, stop_ids=sorted(self._stop_ids),
+      sampling=Sampling(self._keys.decode_sampling_temperature),
+      sharding=layout.rows(rows_per_step(cfg, layout.num_devices)) if layout.num_devices > 1 else None)  # fmt: skip
     self._log = MetricsLog(path / rewards.FILE)
     self._held: Fetched | None = None
 
@@ -107,16 +105,9 @@ class Rollouts:
     """(token ids, texts, columns of the records) of the prompts. A prompt ends before the first trained token."""
     ends_P = (batch.arrays["targets_weights"] * (batch.arrays["targets_segmentation"] == 1) > 0).argmax(1) + 1
     ids = [row[:end].tolist() for row, end in zip(batch.arrays["inputs"], ends_P, strict=True)]
-    length, new = self._cfg.data.max_target_length, self._keys.max_completion_length
     records = []
-    for prompt, index in zip(ids, batch.document_BS[:, 0].tolist(), strict=True):
-      name, text = self._dataset.document_id(index).shown, self._dataset.document(index).text
-      if len(prompt) > (most := length + 1 - new):
-        said = f"max_target_length={length} leaves {most} beside max_completion_length={new}; change one of them"
-        raise RolloutError(f"{name}: a prompt of {len(prompt)} tokens, but {said}")
-      if len(prompt) == 1 and self._rendering.encode(text)[1][0]:  # this one token is the first of the gold answer
-        raise RolloutError(f"{name}: its prompt has no token to continue; write something, or use add_bos=true")
-      found = read(text)
+    for index in batch.document_BS[:, 0].tolist():
+      found = read(self._dataset.document(index).text)
       said = (m.get("content") for m in found.messages[found.first :] if m["role"] == "assistant")
       gold = found.plain[1] if found.plain else next((text for text in said if text is not None), "")
       records.append((gold, *self._dataset.document_record(index)[3:]))
@@ -146,7 +137,7 @@ class Rollouts:
     # Divisors beside the sum of the weights, which the loss is divided by: they count answers that are left out too.
     scales = {"grpo": kept_B.mean(), "dr_grpo": weights_BT.sum() / (rows * keys.max_completion_length)}
     # A step that learns from no advantage has no direction, and some optimizers would enlarge a tiny gradient.
-    untaught = UNTAUGHT if advantage_B[kept_B].any() else 0.0
+    untaught = rewards.UNTAUGHT if advantage_B[kept_B].any() else 0.0
     place_BT = np.broadcast_to(np.arange(length, dtype=np.int32), fills_BT.shape) * fills_BT
     arrays = {"inputs": np.where(fills_BT, tokens_BT[:, :-1], pad), "targets": tokens_BT[:, 1:],
               "inputs_position": place_BT, "targets_position": place_BT, "inputs_segmentation": fills_BT,
@@ -196,7 +187,5 @@ def _packed(fetched: Fetched) -> dict:
 
 
 def _unpacked(coded: dict) -> Batch:
-  arrays = {}
-  for name, (dtype, shape, text) in coded.items():
-    arrays[name] = np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+  arrays = {name: np.frombuffer(base64.b64decode(x), dtype).reshape(shape) for name, (dtype, shape, x) in coded.items()}
   return Batch(arrays, *(arrays.pop(name) for name in _OF_BATCH))

@@ -26,7 +26,8 @@ LOCK_FILE = ".lock"
 # Keys of a run's location, which do not change its results: a run directory may be moved or renamed.
 LOCATION_KEYS = frozenset({"run_name", "base_output_directory"})
 # Where a run reads weights that no step changes, each time it starts: `CheckpointManager.check_frozen` refuses others.
-FROZEN_KEYS = {"start": {"load_parameters_path", "load_full_state_path"}, "teacher": {"distill_teacher"}}
+FROZEN_KEYS = {"start": {"load_parameters_path", "load_full_state_path", "lora_restore_path"},
+               "teacher": {"distill_teacher"}, "adapters": {"load_parameters_path"}}  # fmt: skip
 # Keys that change output, saving or devices, but never a batch or the values computed from it. per_device_batch_size
 # times the number of devices must not change: the session checks this, because only JAX knows the devices.
 RESUMABLE_KEYS = frozenset(
@@ -149,9 +150,7 @@ def check_saved(path: Path, saved: Mapping[str, Any], cfg: Config) -> None:
 def _check_changes(path: Path, changed: dict[str, tuple[Any, Any]], cfg: Config) -> None:
   free = RESUMABLE_KEYS | LOCATION_KEYS
   if has_checkpoint(path):
-    free |= FROZEN_KEYS.get(cfg.reference, set())
-    if cfg.adapter.lora_rank:
-      free |= FROZEN_KEYS["start"]
+    free |= FROZEN_KEYS.get(cfg.reference, set()) | (FROZEN_KEYS["adapters"] if cfg.adapter.lora_rank else set())
   refused = {name: pair for name, pair in changed.items() if name not in free}
   if "steps" in refused and refused["steps"][1] > refused["steps"][0]:
     del refused["steps"]

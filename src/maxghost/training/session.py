@@ -190,7 +190,8 @@ class Session:
       tree = restored.tree
       if frozen:
         _, kept = state.saved_parts(self._begun())
-        self._checkpoints.check_frozen(restored, kept, cfg.optimizer.distill_teacher or cfg.checkpoint.given)
+        base, other = cfg.checkpoint.given, cfg.optimizer.distill_teacher or cfg.adapter.lora_restore_path
+        self._checkpoints.check_frozen(restored, kept, {"model": base, state.REFERENCE: other or base})
         tree = state.merged(tree, kept)
       return state.from_tree(tree, plan.state), position
     train_state = self._begun()
