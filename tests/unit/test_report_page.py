@@ -72,6 +72,18 @@ def test_the_layers_of_the_heat_map_add_up_to_the_domains(run_dir):
       assert value.per_million_half_width == pytest.approx(relative * abs(value.per_million))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_heat_map_without_a_finite_value_is_shown_as_such(tmp_path):
+  """As after a diverged step, whose modules are no numbers; NumPy warned on the terminal."""
+  writer = Writer(tmp_path, ("v",))
+  rows = {"tokens": [9], "loss": [1.0], "dot": [[0.1]], "contribution": [[0.1]]}
+  modules = {"names": ["head"], "domains": ["d"], "contribution": np.full((1, 1, 1, 1), np.nan)}
+  writer.append({"step": 0}, rows, [("d", "p", 0)], modules=modules)
+  writer.close()
+  page = render(summarize(attribution.load(tmp_path)))
+  assert re.search(r"Which layers learned.*<td>–</td></tr>", page, re.DOTALL)
+
+
 def test_of_the_steps_with_one_validation_gradient_the_first_has_the_measured_drop(tmp_path):
   """ghost_val_every=2: the loss is known before every second step alone."""
   losses = ((5.0, np.nan), (np.nan, np.nan), (3.5, 4.0), (np.nan, np.nan))

@@ -45,7 +45,7 @@ def _panel(summary: Summary, part: SetSummary) -> dict:
     "colors": colors,
     "domains": bars(shown, [v.per_million for v in shown], [v.per_million_half_width for v in shown]),
     "charts": _charts(summary, part, colors),
-    "heat_scale": float(np.nanmax(np.abs(part.heat_map.value_RD))) or 1.0 if part.heat_map else 1.0,
+    "heat_scale": float(np.nanmax(np.abs(part.heat_map.value_RD), initial=0)) or 1.0 if part.heat_map else 1.0,
     "ledger": bars(lines, [line.value for line in lines], starts=[line.start for line in lines]),
   }
 
