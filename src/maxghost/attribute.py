@@ -68,8 +68,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   if args.index and args.output and (args.output.is_dir() or not args.queries):
     raise ConfigError(f"--output {args.output}: with --index, the JSON file for the answer to --queries")
   if args.index and args.data:  # an index would overwrite a run's config.yml
-    others = any(args.index.glob("*")) and not any(args.index.glob("*sketch_*.npy*"))
-    if others or args.index.is_file():
+    own = (*args.index.glob("*sketch_*.npy*"), *args.index.glob("step.npz"))  # one kind may be lost
+    if args.index.is_file() or (any(args.index.glob("*")) and not own):
       raise ConfigError(f"--index {args.index} holds something else than an index; give a folder of its own")
   if args.output and args.output.is_dir() and (any(args.output.iterdir()) or args.output.samefile(".")):
     raise ConfigError(f"--output {args.output} is not empty, or it is the current folder; give a new folder")

@@ -595,3 +595,5 @@ def test_a_changed_index_is_refused(tmp_path):
   (tmp_path / "index.json").write_text(sealed.replace('"directions": 2', '"directions": 3'))
   with pytest.raises(ConfigError, match=r"index.json: damaged \(its content does not match its checksum\)"):
     index.open_index(tmp_path, [4])
+  (tmp_path / "sketch_4.npy").rename(tmp_path / "step.npz")  # as the messages propose, also if the sketches are lost
+  assert attribute.parse(["run", "--data", "a=b", "--index", str(tmp_path)]).index == tmp_path
