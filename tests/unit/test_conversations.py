@@ -494,6 +494,9 @@ def test_what_goes_together():
   )
   with pytest.raises(ConfigError, match="keeps them whole; use packing=first_fit"):
     config.load("objective=sft", "packing=concat_then_split")
+  with pytest.raises(ConfigError, match="use packing=none") as error:
+    config.load("objective=grpo", "reward_functions=exact_match", "packing=concat_then_split")
+  assert "first_fit" not in str(error.value)  # which is refused too
   with pytest.raises(ConfigError, match="next_token reads plain text"):
     config.load("chat_template_path=x.jinja")
   asked = config.load("chat_template_path=x.jinja", "ghost_val_sets=[web=web, talks=talks.jsonl@sft]")

@@ -301,11 +301,11 @@ def objective_units(v: Values) -> Iterator[str]:
 
 
 def conversations(v: Values) -> Iterator[str]:
-  records, used = plugins.OBJECTIVES[v.objective].records, plugins.objectives_of(v.objective, v.ghost_val_sets)
+  own, used = plugins.OBJECTIVES[v.objective], plugins.objectives_of(v.objective, v.ghost_val_sets)
   if v.chat_template_path and all(one.records == "text" for one in used):
     yield f"{v['chat_template_path']} is for conversations, but {v['objective']} reads plain text; use objective=sft"
-  if records != "text" and v.packing == "concat_then_split":
-    yield f"{v['packing']} cuts {records} at row ends, but {v['objective']} keeps them whole; use packing=first_fit"
+  if own.records != "text" and not own.samples and v.packing == "concat_then_split":
+    yield f"{v['packing']} cuts {own.records} at row ends, but {v['objective']} keeps them whole; use packing=first_fit"
 
 
 def preferences(v: Values) -> Iterator[str]:
