@@ -86,7 +86,7 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
   if missing := [step for step, path in paths.items() if not path.is_dir()]:
     raise ConfigError(f"--index {folder}: made from step {missing[0]}, of which {run_dir} has no checkpoint")
   if last != (newest := next(reversed(paths))):
-    way = f"ask {run_dir}/checkpoints/{newest}, or write an index of step {last}"
+    way = f"give {run_dir}/checkpoints/{newest}, or write an index of step {last}"
     raise ConfigError(f"--index {folder}: made from step {newest}, not from step {last} of {run}; {way}")
   cfg = model_path.with_own_tokenizer(config.load(str(run_dir / "config.yml")), run_dir)
   return run_dir, attribute.scoring_config(cfg, paths, about["direction"]), paths, folder
