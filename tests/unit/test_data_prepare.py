@@ -359,7 +359,7 @@ def test_what_a_corrupt_document_asks_for_is_done(tmp_path):
   with pytest.raises(ConfigError, match=r"line 41.*on_corrupt=skip"):
     prepare.prepare(open_source(cfg, 0), cfg, out, part_bytes=500)
   file.write_text("\n".join(texts))
-  with pytest.raises(ConfigError, match="give another folder, or remove this one"):
+  with pytest.raises(ConfigError, match="give another --output, or remove this folder"):
     prepare.prepare(open_source(cfg, 0), cfg, out, part_bytes=500)
 
 
@@ -377,7 +377,7 @@ def test_another_size_of_the_bpe_is_refused(tmp_path, capsys):
   command += [str(tmp_path / "out"), "--train_bpe"]
   assert data_command.main([*command, "300"]) == 0
   assert data_command.main([*command, "280"]) == 2
-  assert "tokenizer.json has 300 ids already, not --train_bpe 280; give another folder" in capsys.readouterr().err
+  assert "tokenizer.json has 300 ids already, not --train_bpe 280; give another --output" in capsys.readouterr().err
   assert data_command.main([*command, "320"]) == 0
   assert "keeps the 300 ids of" in capsys.readouterr().out
 

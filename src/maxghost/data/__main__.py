@@ -72,7 +72,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
       size = load_tokenizer(HUGGINGFACE, str(path)).vocab_size
       if size > parsed.train_bpe:
         said = f"{path} has {size} ids already, not --train_bpe {parsed.train_bpe}"
-        raise config.ConfigError(f"{said}; give another folder")
+        raise config.ConfigError(f"{said}; give another --output")
       print(f"keeps the {size} ids of {path}")
     else:
       print(f"training a BPE of {parsed.train_bpe} ids")

@@ -129,15 +129,15 @@ def _claim(job: Job) -> None:
       changed = changed_keys(other.get("files", {}), source.files)
       other.pop("on_corrupt", None)  # of an earlier version
     except (ValueError, AttributeError) as error:
-      raise ConfigError(f"{file} is damaged ({error}); give another folder, or remove this one") from error
+      raise ConfigError(f"{file} is damaged ({error}); give another --output, or remove this folder") from error
     if replaced := other != mine:
       written = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp" and path != file)
       if "part_documents" not in other or any(written):
         what = ", ".join(changed[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
         said = f"{folder} holds a corpus prepared from other data or settings ({what})"
-        raise ConfigError(f"{said}; give another folder, or remove this one")
+        raise ConfigError(f"{said}; give another --output, or remove this folder")
   elif folder.is_dir() and any(not entry.name.startswith(ours) for entry in folder.iterdir()):
-    raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another folder")
+    raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another --output")
   try:
     folder.mkdir(parents=True, exist_ok=True)
     if replaced or not file.is_file():
