@@ -402,6 +402,7 @@ def test_what_the_log_does_not_know_is_said(key, known, note, run, tmp_path, cap
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
+    (("checkpoints/3", "q"), "made from step 6, not from step 3"),
     (("checkpoints/3", "q"), "checkpoints/3; give "),
     ((".", "q", "--index", "nowhere"), "no index there; write one: maxghost attribute"),
     ((".", ""), "the question is empty"),

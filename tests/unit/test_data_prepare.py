@@ -343,13 +343,13 @@ def test_names_of_files_that_are_no_utf8_stay_as_they_are(tmp_path):
 
 
 def test_what_a_corrupt_document_asks_for_is_done(tmp_path):
-  """Repairing it, or skipping it, continues in the same folder; nothing prepared before is lost."""
+  """Skipping it continues in the same folder, and so does repairing it, as long as no part is complete."""
   texts, out = [json.dumps({"text": f"document {n} " * 9}) for n in range(40)], str(tmp_path / "out")
   file = tmp_path / "texts.jsonl"
   cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"words={file}",))
-  file.write_text("\n".join([*texts, "{"]))
-  for part_bytes in (10**6, 500):  # stopped in the first part, where no file is kept, and in a later one
-    with pytest.raises(ConfigError, match=r"line 41.*on_corrupt=skip"):
+  for damaged, line, part_bytes in (([*texts[:9], "{"], 10, 10**6), ([*texts, "{"], 41, 500)):
+    file.write_text("\n".join(damaged))
+    with pytest.raises(ConfigError, match=rf"line {line}.*on_corrupt=skip"):
       prepare.prepare(open_source(cfg, 0), cfg, out, part_bytes=part_bytes)
   skipping, seen = dataclasses.replace(cfg, on_corrupt="skip"), []
   times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "shards").glob("*.array_record")}

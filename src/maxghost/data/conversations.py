@@ -200,11 +200,13 @@ class ConversationUnits(Units):
   def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, weights) of what a document consists of. Raises ValueError with the reason in one line."""
     ids, weights = self.rendering.encode(text)
-    length, most = int(weights.argmax()), self.layout.row_length + 1 - self.answer_length
-    if self.answer_length and not length:
-      raise ValueError("its prompt has no token to continue; write something, or use add_bos=true")
-    if self.answer_length and length > most:
-      raise ValueError(f"its prompt has {length} tokens, max_target_length less max_completion_length leaves it {most}")
+    if self.answer_length:
+      length, most = int(weights.argmax()), self.layout.row_length + 1 - self.answer_length
+      if not length:
+        raise ValueError("its prompt has no token to continue; write something, or use add_bos=true")
+      if length > most:
+        said = f"its prompt has {length} tokens, max_target_length less max_completion_length leaves it {most}"
+        raise ValueError(said)
     return [(ids, weights)]
 
   @property

@@ -130,7 +130,7 @@ def _claim(job: Job) -> None:
       other.pop("on_corrupt", None)  # of an earlier version
     except (ValueError, AttributeError) as error:
       raise ConfigError(f"{file} is damaged ({error}); give another --output, or remove this folder") from error
-    if replaced := other != mine:
+    if replaced := other != mine:  # as of a job that a corrupt document stopped in its first part
       written = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp" and path != file)
       if "part_documents" not in other or any(written):
         what = ", ".join(changed[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))

@@ -90,9 +90,9 @@ class TeacherLogits:
       self.about = check_seal(json.loads((place / _INDEX).read_text("utf-8")))
       if "files" not in self.about:
         raise ValueError("it is of something else")
-      files, self._records = self.about["files"], {}
     except (OSError, ValueError) as error:
       raise ConfigError(f"{self._name} holds no logits of a teacher: {_INDEX}: {error}; {again}") from error
+    files, self._records = self.about["files"], {}
     if damage := [sentence for _, sentence in changed_files(place, files)]:
       raise ConfigError(*(f"{self._name} is damaged: {sentence}; {again}" for sentence in damage))
     self.digest = f"{text_hash(*files.values()):016x}"
