@@ -22,6 +22,13 @@ PAIRS = [
   {"prompt": "i", "chosen": "klmno", "rejected": "n"},
 ]  # fmt: skip
 RANK = 2
+VOCABULARY = ["A", "B", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
+GENERATIONS, MOST = 4, 7  # answers to a prompt, and tokens of an answer
+# A reward function, of texts that the tokenizer decodes with a space between letters.
+VOWELS = """
+def vowels(prompts, completions, **columns):
+  return [float(sum(letter in "aeiou" for letter in text)) - 0.1 * len(text.replace(" ", "")) for text in completions]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +49,32 @@ def documented_keys() -> list[str]:
 
 
 def model_and_tokenizer(libraries, folder):
-  """The fixture, with a token for each letter, saved in the folder."""
+  """The fixture, with a token for each letter of `VOCABULARY`, saved in the folder."""
   model = libraries.transformers.AutoModelForCausalLM.from_pretrained(
     hf_models.FOLDER / "llama3", dtype=libraries.torch.float32
   )
-  vocab = {text: i for i, text in enumerate(["<unk>", "<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"])}
-  letters = libraries.tokenizers.Tokenizer(libraries.tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+  vocab = {text: i for i, text in enumerate(VOCABULARY)}
+  letters = libraries.tokenizers.Tokenizer(libraries.tokenizers.models.WordLevel(vocab, unk_token="A"))
   split = libraries.tokenizers.pre_tokenizers.Split(libraries.tokenizers.Regex("."), "isolated")
   letters.pre_tokenizer = split
   tokenizer = libraries.transformers.PreTrainedTokenizerFast(
-    tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>"
+    tokenizer_object=letters, pad_token="<eos>", eos_token="<eos>"
   )
   for part in (model, tokenizer):
     part.save_pretrained(folder)
   return model, tokenizer
 
 
-def losses_of_trl(libraries, model, tokenizer, records, kind: str, folder) -> list[float]:
+def losses_of_trl(libraries, model, tokenizer, records, kind: str, folder, *, rows=0, also=(), **keys) -> list[float]:
+  """rows: of a batch, by default all records. also: further arguments of the trainer. keys: of its settings."""
   settings = getattr(libraries.trl, f"{kind}Config")(
     output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
-    per_device_train_batch_size=len(records), num_train_epochs=STEPS, learning_rate=RATE, logging_steps=1,
+    per_device_train_batch_size=rows or len(records), max_steps=STEPS, learning_rate=RATE, logging_steps=1, **keys,
   )  # fmt: skip
   trainer = getattr(libraries.trl, f"{kind}Trainer")(
-    model, args=settings, train_dataset=libraries.datasets.Dataset.from_list(records), processing_class=tokenizer
-  )
+    model, args=settings, train_dataset=libraries.datasets.Dataset.from_list(records), processing_class=tokenizer,
+    **dict(also),
+  )  # fmt: skip
   trainer.train()
   return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
@@ -117,3 +126,60 @@ def test_losses_with_adapters_are_those_of_trl_with_peft(libraries, tmp_path):
   )  # fmt: skip
   assert theirs[-1] < theirs[0]
   np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def replayed(path):
+  """A function for TRL that gives it the answers of a finished run, one sampling after the other."""
+  lines = iter((path / "rollouts.jsonl").read_text().splitlines())
+
+  def roll_out(prompts, trainer):
+    left = {said["prompt"].replace(" ", ""): iter(said["answers"]) for said in json.loads(next(lines))["prompts"]}
+    found: dict = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for prompt in prompts:
+      answer = next(left[prompt])
+      ids = [*map(VOCABULARY.index, answer["text"].replace(" ", "")), *[VOCABULARY.index("<eos>")] * answer["ended"]]
+      assert len(ids) == answer["tokens"]
+      found["prompt_ids"].append([*map(VOCABULARY.index, prompt)])
+      found["completion_ids"].append(ids)
+      found["logprobs"].append([0.0] * len(ids))  # of a sampler of its own, which this one is not
+    return found
+
+  return roll_out
+
+
+@pytest.mark.parametrize(
+  ("ours", "theirs"),
+  [
+    ((), {}),
+    (
+      ("grpo_beta=0.2", "num_iterations=3", "grpo_loss_type=dr_grpo", "scale_rewards=none",
+       "decode_sampling_temperature=0.8", "grpo_epsilon=[0.1,0.05]"),
+      {"beta": 0.2, "num_iterations": 3, "loss_type": "dr_grpo", "scale_rewards": "none", "temperature": 0.8,
+       "epsilon": 0.1, "epsilon_high": 0.05, "use_bias_correction_kl": True},
+    ),
+    (
+      ("grpo_beta=0.2", "num_iterations=2", "grpo_loss_type=grpo", "scale_rewards=batch",
+       "mask_truncated_completions=true"),
+      {"beta": 0.2, "num_iterations": 2, "loss_type": "grpo", "scale_rewards": "batch",
+       "mask_truncated_completions": True, "use_bias_correction_kl": True},
+    ),
+  ],
+)  # fmt: skip
+def test_losses_on_the_same_answers_are_those_of_trl(libraries, tmp_path, monkeypatch, ours, theirs):
+  monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+  model, tokenizer = model_and_tokenizer(libraries, tmp_path / "source")
+  (tmp_path / "judge.py").write_text(VOWELS)
+  rows = GENERATIONS * len(CONVERSATIONS)
+  found = losses_here(
+    tmp_path, CONVERSATIONS, "objective=grpo", f"per_device_batch_size={rows}", f"num_generations={GENERATIONS}",
+    f"max_completion_length={MOST}", f"reward_functions=[{tmp_path / 'judge.py'}:vowels]", *ours,
+  )  # fmt: skip
+  space: dict = {}
+  exec(VOWELS, space)
+  wanted = losses_of_trl(
+    libraries, model, tokenizer, [{"prompt": record["prompt"]} for record in CONVERSATIONS], "GRPO", tmp_path / "trl",
+    rows=rows, also={"reward_funcs": space["vowels"], "rollout_func": replayed(tmp_path / "run")},
+    num_generations=GENERATIONS, max_completion_length=MOST, **theirs,
+  )  # fmt: skip
+  assert len(set(wanted)) == STEPS
+  np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
