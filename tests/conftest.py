@@ -84,6 +84,8 @@ def pytest_collection_modifyitems(config, items):
     for mark, (option, reason) in OPTIONS.items():
       if item.get_closest_marker(mark) and not config.getoption(option):
         item.add_marker(pytest.mark.skip(reason=f"{reason}; run with {option}"))
+  # A long file that begins among the last ones would leave the other processes without work.
+  items.sort(key=lambda item: item.path.name != "test_train_step.py")
   if config.args == config.getini("testpaths"):
     unused = [line for line in matrix() if not any(map(re.compile(pattern(line)).fullmatch, names))]
     assert not unused, f"lines of matrix.txt that name no test: {unused}"
