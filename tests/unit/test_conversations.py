@@ -237,9 +237,23 @@ def test_what_templates_may_use():
     chat._compiled("t", "a\n{% if %}")
 
 
+@pytest.mark.parametrize("source", [None, PLAIN])
+def test_the_form_of_sharegpt_says_the_same_as_messages(source):
+  names = {"user": "human", "assistant": "gpt", "system": "system"}
+  turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in TURNS]
+  for name in ("conversations", "messages"):
+    ours, theirs = (
+      rendering(source).encode(json.dumps(record).encode()) for record in ({name: turns}, {"messages": TURNS})
+    )
+    for mine, wanted in zip(ours, theirs, strict=True):
+      np.testing.assert_array_equal(mine, wanted)
+
+
 @pytest.mark.parametrize(
   ("record", "source", "said"),
   [
+    ({"conversations": [{"from": "humam", "value": "x"}]}, None, r"conversations\[0\] has the role 'humam'"),
+    ({"conversations": [{"from": "human", "content": "x"}]}, None, r"conversations\[0\] \(user\) has no text"),
     ({"messages": TURNS[:2]}, None, "no turn of the assistant"),
     ({"messages": []}, None, "messages is no list of messages"),
     ({"messages": [{"role": "human", "content": "x"}]}, None, r"messages\[0\] has the role 'human'.*use user"),

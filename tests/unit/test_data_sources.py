@@ -400,7 +400,7 @@ def test_a_first_line_with_a_number_of_too_many_digits_is_named(tmp_path):
 def test_records_of_another_kind_are_named(tmp_path):
   (tmp_path / "alpaca.jsonl").write_text('{"instruction": "1+1", "output": "2"}\n' * 9)
   cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"b={tmp_path}/alpaca.jsonl",))
-  said = r"alpaca.jsonl has instruction, output; its records need one of messages, prompt, completion$"
+  said = r"alpaca.jsonl has instruction, output; its records need one of messages, conversations, prompt, completion$"
   with pytest.raises(ConfigError, match=said):
     data.load_dataset(cfg, records="conversations")
 

@@ -1,8 +1,9 @@
 """Conversations as documents: checked, rendered, tokenized, and weighted where the assistant speaks.
 
-The text of such a document is a JSON object: `messages` with roles, or `prompt` and `completion` (texts or messages),
-and `tools` and `chat_template_kwargs` for the template. A pair of responses has `chosen` and `rejected` (texts or
-messages) with the `prompt` of both; without one, it is the messages that both begin with, else the tokens.
+The text of such a document is a JSON object: `messages` with roles, ShareGPT's `conversations`, or `prompt` and
+`completion` (texts or messages), and `tools` and `chat_template_kwargs` for the template. A pair of responses has
+`chosen` and `rejected` (texts or messages) with the `prompt` of both; without one, it is the messages that both begin
+with, else the tokens.
 """
 
 import functools
@@ -47,12 +48,13 @@ def read(text: bytes) -> Conversation:
   tools, prompt, completion = (record.get(name) for name in ("tools", "prompt", "completion"))
   if not isinstance(words := record.get("chat_template_kwargs") or {}, dict):
     raise ValueError("its chat_template_kwargs are no object")
-  if isinstance(prompt, str) and isinstance(completion, str) and "messages" not in record:
+  turns = next((name for name in ("messages", "conversations") if name in record), "")
+  if isinstance(prompt, str) and isinstance(completion, str) and not turns:
     if not completion:
       raise ValueError("the completion is empty; there is nothing to train on")
     return Conversation(plain=(prompt, completion))
-  if "messages" in record or not {"prompt", "completion"} & record.keys():
-    before, messages = (), messages_of(record.get("messages"), "messages")
+  if turns or not {"prompt", "completion"} & record.keys():
+    before, messages = (), messages_of(record.get(turns), turns or "messages")
   else:
     messages, before = messages_of(completion, "completion"), messages_of(prompt, "prompt")
   if not any(message["role"] == "assistant" for message in messages):
@@ -72,6 +74,9 @@ def _message(given: Any, name: str) -> dict:
   if not isinstance(given, dict):
     raise ValueError(f"{name} is no object with role and content")
   message = {key: value for key, value in given.items() if value is not None}
+  if "from" in message and "role" not in message:  # ShareGPT's form
+    role = message.pop("from")
+    message |= {"role": _SYNONYMS.get(str(role), role), "content": message.pop("value", None)}
   role, content = message.get("role"), message.get("content")
   if role not in ROLES:
     hint = f"; use {_SYNONYMS[str(role)]}" if str(role) in _SYNONYMS else did_you_mean(str(role), ROLES)
@@ -205,8 +210,7 @@ class ConversationUnits(Units):
       if not length:
         raise ValueError("its prompt has no token to continue; write something, or use add_bos=true")
       if length > most:
-        said = f"its prompt has {length} tokens, max_target_length less max_completion_length leaves it {most}"
-        raise ValueError(said)
+        raise ValueError(f"its prompt has {length} tokens; max_target_length less max_completion_length is {most}")
     return [(ids, weights)]
 
   @property
@@ -233,7 +237,7 @@ class ConversationUnits(Units):
           counts[name] += change
         continue
       counts["cut"] += any(weight[most:].any() for _, weight in sides)
-      counts["spelled"] += b'"role": ' not in text and bool(specials.search(text))
+      counts["spelled"] += not re.search(rb'"(role|from)": ', text) and bool(specials.search(text))
       indices.append(index)
       found.append([(ids[:most], weight[:most]) for ids, weight in sides])
     return self.joined(np.array(indices, np.int64), found)

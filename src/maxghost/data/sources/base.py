@@ -14,7 +14,7 @@ from maxghost.data.types import Document, DocumentId
 T = TypeVar("T")
 _REPAIR = "repair or remove it"
 # Columns of documents that are no plain text, by `config.plugins.Objective.records`.
-COLUMNS = {"conversations": ("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
+COLUMNS = {"conversations": ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs"),
            "pairs": ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", *REFERENCE_COLUMNS)}  # fmt: skip
 
 
