@@ -140,3 +140,15 @@ def test_the_table_of_what_is_exact_names_what_is_refused():
       keys = {**choice, "ghost_schedule": schedule, **needs.get(choice.get("objective"), {})}
       with contextlib.nullcontext() if cell != "-" else pytest.raises(config.ConfigError):
         config.load(None, *(f"{name}={given}" for name, given in keys.items()))
+
+
+def test_values_on_the_pages_are_values_of_their_keys():
+  """`packing=first_fit`, and the like."""
+  wrong = []
+  for page in {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "extending.md"}:  # adds its own
+    for key, text in set(re.findall(r"\b([a-z_0-9]+)=([a-z][\w.]*\w)", page.read_text("utf-8"))):
+      try:
+        config.load(*[f"{key}={text}"] * (key in config.fields()))
+      except config.ConfigError as error:  # others are those of a key that needs further ones, or stands for a number
+        wrong += [f"{page.name}: {problem}" for problem in error.problems if " is not one of " in problem]
+  assert not wrong
