@@ -29,6 +29,10 @@ def test_a_former_name_is_answered_with_the_present_one(key, tmp_path):
 def test_names_of_other_trainers_are_those_of_keys():
   other = [text.split()[1] for text in renamed.FORMER.values() if text.endswith(" here")]
   assert renamed.FORMER["lr"] == "is learning_rate here" and other and set(other) <= set(config.fields())
+  named = {
+    word for text in renamed.FORMER.values() if " here" in text for word in re.findall(r"[a-z]+(?:_[a-z0-9]+)+", text)
+  }
+  assert "warmup_steps_fraction" in named and named <= set(config.fields())
 
 
 def test_the_bias_of_a_router_comes_with_those_of_its_experts():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxghost import config
+from maxghost.data import rewards
 
 pytestmark = pytest.mark.hf
 STEPS, RATE = 5, 1e-2
@@ -55,8 +56,7 @@ def model_and_tokenizer(libraries, folder):
   )
   vocab = {text: i for i, text in enumerate(VOCABULARY)}
   letters = libraries.tokenizers.Tokenizer(libraries.tokenizers.models.WordLevel(vocab, unk_token="A"))
-  split = libraries.tokenizers.pre_tokenizers.Split(libraries.tokenizers.Regex("."), "isolated")
-  letters.pre_tokenizer = split
+  letters.pre_tokenizer = libraries.tokenizers.pre_tokenizers.Split(libraries.tokenizers.Regex("."), "isolated")
   tokenizer = libraries.transformers.PreTrainedTokenizerFast(
     tokenizer_object=letters, pad_token="<eos>", eos_token="<eos>"
   )
@@ -169,16 +169,15 @@ def test_losses_on_the_same_answers_are_those_of_trl(libraries, tmp_path, monkey
   monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
   model, tokenizer = model_and_tokenizer(libraries, tmp_path / "source")
   (tmp_path / "judge.py").write_text(VOWELS)
+  judge = f"{tmp_path / 'judge.py'}:vowels"
   rows = GENERATIONS * len(CONVERSATIONS)
   found = losses_here(
     tmp_path, CONVERSATIONS, "objective=grpo", f"per_device_batch_size={rows}", f"num_generations={GENERATIONS}",
-    f"max_completion_length={MOST}", f"reward_functions=[{tmp_path / 'judge.py'}:vowels]", *ours,
+    f"max_completion_length={MOST}", f"reward_functions=[{judge}]", *ours,
   )  # fmt: skip
-  space: dict = {}
-  exec(VOWELS, space)
   wanted = losses_of_trl(
     libraries, model, tokenizer, [{"prompt": record["prompt"]} for record in CONVERSATIONS], "GRPO", tmp_path / "trl",
-    rows=rows, also={"reward_funcs": space["vowels"], "rollout_func": replayed(tmp_path / "run")},
+    rows=rows, also={"reward_funcs": rewards.load(judge), "rollout_func": replayed(tmp_path / "run")},
     num_generations=GENERATIONS, max_completion_length=MOST, **theirs,
   )  # fmt: skip
   assert len(set(wanted)) == STEPS

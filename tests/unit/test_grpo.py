@@ -507,7 +507,7 @@ def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_written_or_lef
   lines.insert(42, json.dumps({"prompt": "1+1+1+1+10+10=", "completion": "24"}))
   (folder / "add.jsonl").write_text("\n".join(lines))
   assert start(folder) == 2 and not (folder / "runs").exists()
-  said = "line 43: its prompt has 15 tokens; max_target_length less max_completion_length is 13; repair"
+  said = "line 43: its prompt has 15 tokens, max_target_length less max_completion_length leaves it 13; repair"
   assert said in capsys.readouterr().err
   assert start(folder, on_corrupt="skip", steps=1) == 0
   assert "1 are left out: they cannot be trained on" in capsys.readouterr().out

@@ -77,7 +77,7 @@ GROUPS = ("lora", "dpo")
 
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "texts": tuple[str, ...]}
 _table = read_table("renamed.yml")
-FORMER: dict[str, str] = _table["former"]
+FORMER: dict[str, str] = {name: said for said, names in _table["former"].items() for name in names.split()}
 OTHER = {name: OtherKey(answer, _TYPES[kind], change) for name, (kind, answer, *change) in _table["maxtext"].items()}
 
 # Values that are read as others: {key: {text: text}}.

@@ -206,11 +206,11 @@ class ConversationUnits(Units):
     """(ids, weights) of what a document consists of. Raises ValueError with the reason in one line."""
     ids, weights = self.rendering.encode(text)
     if self.answer_length:
-      length, most = int(weights.argmax()), self.layout.row_length + 1 - self.answer_length
-      if not length:
+      size, most = int(weights.argmax()), self.layout.row_length + 1 - self.answer_length
+      if not size:
         raise ValueError("its prompt has no token to continue; write something, or use add_bos=true")
-      if length > most:
-        raise ValueError(f"its prompt has {length} tokens; max_target_length less max_completion_length is {most}")
+      if size > most:
+        raise ValueError(f"its prompt has {size} tokens, max_target_length less max_completion_length leaves it {most}")
     return [(ids, weights)]
 
   @property
