@@ -26,7 +26,9 @@ def import_module(name: str):
 
 def left_with(code: int) -> int:
   """The exit code of a command; 130, of Ctrl-C, ends the process at once: XLA's threads would crash its usual end."""
-  if code == 130 and "jax" in sys.modules and sys.argv[1:2] != ["train"]:  # which ends between two steps
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C would be a traceback of Python's own end
+  trains = "train" in sys.argv[1:2] or sys.argv[0].endswith("/train.py")  # which ends between two steps
+  if code == 130 and "jax" in sys.modules and not trains:
     sys.stdout.flush()
     os._exit(code)
   return code

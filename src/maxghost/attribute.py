@@ -185,6 +185,7 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
     config.save(as_run(run_cfg, args.data, corpus.source.domains), folder / "config.yml")
   against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
   print(f"scored {count:,} chunks against {against}: {args.output}")
+  print_notes(corpus.left_out)
   log = attribution.load(args.output)
   for name in queries:
     print(f"\nmost helpful for '{name}': {offline.UNIT}")
@@ -238,6 +239,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
     config.save(as_run(run_cfg, args.data, corpus.source.domains), args.index / "config.yml")
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
+    print_notes(corpus.left_out)
   if not queries:
     return 0
   about = about or open_index(args.index, list(paths))

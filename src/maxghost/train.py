@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 
-from maxghost import cli
+from maxghost import cli, left_with
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import print_problem
 from maxghost.training import run_directory, trackers
@@ -167,4 +167,4 @@ def _stopped(signals: StopSignals) -> int | None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(left_with(main()))

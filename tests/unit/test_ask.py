@@ -446,11 +446,13 @@ def test_files_that_attribute_leaves_out_are_named(tmp_path, capsys, monkeypatch
   (tmp_path / "run/checkpoints/5").mkdir(parents=True)
   config.save(config.replace(CFG, on_corrupt="skip"), tmp_path / "run/config.yml")
   for name in ("data", "asked"):
-    (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + '\n{"text": ""}\n{"text": 7}\n')
     (tmp_path / f"{name}.jsonl.gz").write_text("no gzip")
+  corpora = []
   monkeypatch.setattr(attribute, "has_optimizer", lambda path: True)
-  monkeypatch.setattr(attribute, "_exact", lambda *_: 0)
+  monkeypatch.setattr(attribute, "_exact", lambda args, cfg, paths, corpus, *_: corpora.append(corpus) or 0)
   asked = ["--queries", f"q={tmp_path}/asked*", "--output", str(tmp_path / "out")]
   assert attribute.main([str(tmp_path / "run"), "--data", f"d={tmp_path}/data*", *asked]) == 0
   said = capsys.readouterr().err
   assert [f"{name}.jsonl.gz cannot be read" in said for name in ("data", "asked")] == [True, True]
+  assert len(list(corpora[0].batches(2))) == 1 and corpora[0].left_out[0].endswith("empty or corrupt: 2")

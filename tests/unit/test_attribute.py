@@ -298,19 +298,19 @@ def test_the_index_prepares_its_batches_as_the_objective_says(corpora, tmp_path,
 
 
 def test_answers_name_the_direction_and_are_written(trained, tmp_path, capsys, monkeypatch):
-  run = trained("adamw")
-  for name, text in {"a": "for i in range(7): print(i)", "b": "It was late.", "ask": "for j in range(9)"}.items():
+  for name, text in {"a": "for i in range(7): print(i)", "b": "It was late.", "ask": "j in 9", "c": ""}.items():
     (tmp_path / f"{name}.txt").write_text(text)
-  checkpoint = str(run / "checkpoints" / "5")
-  data, ask = ["--data", f"notes={tmp_path}/[ab].txt"], ["--queries", f"mine={tmp_path}/ask.txt"]
-  index, answer, kept = str(tmp_path / "index"), tmp_path / "answer.json", []
+  checkpoint = str(trained("adamw") / "checkpoints" / "5")
+  data, ask, kept = ["--data", f"notes={tmp_path}/[abc].txt"], ["--queries", f"mine={tmp_path}/ask.txt"], []
+  index, answer = str(tmp_path / "index"), tmp_path / "answer.json"
   monkeypatch.setattr(heap, "keep", lambda: kept.append(True))  # else a CPU maps its buffers anew in every batch
   with tiny.cheap_compilation():
     assert attribute.main([checkpoint, *data, *ask, "--rows", "4", "--output", str(tmp_path / "asked")]) == 0
-    assert "direction adam" in capsys.readouterr().out and kept
+    assert "direction adam" in (said := capsys.readouterr()).out and kept and "corrupt: 1\n" in said.err
     assert attribute.main([checkpoint, *data, "--index", index, "--directions", "8", "--rows", "2"]) == 0
     assert attribute.main([checkpoint, *ask, "--index", index, "--output", str(answer)]) == 0
-  assert "direction adam, estimated from 8 random directions" in capsys.readouterr().out
+  out, err = capsys.readouterr()
+  assert "direction adam, estimated from 8 random directions" in out and err.count("corrupt: 1\n") == 1
   assert attribution.load(tmp_path / "asked").said_of("direction") == ("adam",)
   assert scores.main([str(tmp_path / "asked"), "--by", "document", "--format", "json"]) == 0
   assert json.loads(capsys.readouterr().out)["direction"] == "adam"

@@ -372,6 +372,23 @@ def test_ctrl_c_in_a_computation_of_jax_does_not_wait_for_its_threads(argv):
   assert (done.returncode, done.stdout, done.stderr) == (130, f"interrupted{ended}", "")
 
 
+@pytest.mark.parametrize(
+  "end", ["sys.exit(__main__.main())", "runpy.run_module('maxghost.train', run_name='__main__')"]
+)
+def test_ctrl_c_while_the_interpreter_ends_is_no_traceback(end):
+  code = f"""
+    import atexit, os, runpy, signal, sys
+    from maxghost import __main__, cli
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits none
+    cli.main = cli.run_command = lambda *_: 0
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+    {end}
+  """
+  done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 @pytest.mark.parametrize("name", ["serve", "generate", "ask", "attribute"])
 def test_ctrl_c_in_a_command_that_runs_as_a_module(name):
   code = f"""

@@ -30,8 +30,11 @@ class Corpus:
   """The documents of `domain=glob` patterns (text, JSON lines, Parquet), tokenized and packed as a run packs them.
 
   data: the run's settings. records: what its documents are; they may name their own domains, but not those of queries.
-  notes: for the reader. Raises ConfigError for patterns and files that cannot be read.
+  notes: for the reader. left_out: the same, of the documents without tokens in the last `batches`. Raises ConfigError
+  for patterns and files that cannot be read.
   """
+
+  left_out: tuple[str, ...] = ()
 
   def __init__(self, patterns: tuple[str, ...], data: DataConfig, key: str, records: str = "text"):
     own = records != "text" and key != "--queries"
@@ -76,11 +79,13 @@ class Corpus:
 
   def batches(self, num_rows: int) -> Iterator[Batch]:
     """All documents, `num_rows` rows at a time, completed with earlier rows whose documents are not named again."""
+    unread = 0
     for first in range(0, len(self.source), BLOCK_DOCUMENTS):
       indices = np.arange(first, min(first + BLOCK_DOCUMENTS, len(self.source)))
       if self._trained is not None:
         indices = indices[np.array([self.source.document_id(i) in self._trained for i in indices.tolist()], bool)]
       rows = self._rows(indices)
+      unread += len(np.setdiff1d(indices, rows.document))
       order = np.lexsort((rows.offset, rows.document))
       number, begin, end = rows.document[order], rows.offset[order], np.empty_like(order)
       end[order] = np.where(np.diff(number, append=-1) == 0, np.roll(begin, -1), END)
@@ -96,6 +101,7 @@ class Corpus:
         batch = self._batch(rows, chosen[numbers % len(chosen)])
         batch.document_BS[numbers >= len(chosen)] = -1
         yield batch
+    self.left_out = (f"documents left out as empty or corrupt: {unread:,}",) if unread else ()
 
   def sample(self, domain: str, num_rows: int) -> tuple[Batch, int]:
     """(batch of the domain's first rows, completed with empty rows; the total number of rows of the domain)."""
