@@ -340,6 +340,18 @@ def test_which_layers_slide_is_what_every_release_of_transformers_reads(name, ch
     huggingface_config.keys_of(content | {"use_sliding_window": True} | changes, "x")
 
 
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_an_export_says_from_which_layer_on_windows_slide(first):
+  """The first releases of transformers with Qwen3 read max_window_layers alone."""
+  content = json.loads((hf_models.FOLDER / "qwen3" / "config.json").read_text())
+  content |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": first}
+  content |= {"num_hidden_layers": 3, "vocab_size": 29}
+  keys = huggingface_config.keys_of(content, "x")
+  written = huggingface_config.config_json(config.ModelConfig(**keys), "float32", 64, {})
+  assert written["layer_types"] == ["full_attention"] * first + ["sliding_attention"] * (3 - first)
+  assert huggingface_config.keys_of(written | {"layer_types": None}, "x") == keys
+
+
 def test_all_layers_of_qwen3_moe_slide_without_a_first_one():
   content = json.loads((hf_models.FOLDER / "qwen3_moe" / "config.json").read_text())
   keys = huggingface_config.keys_of(content | {"use_sliding_window": True, "sliding_window": 8}, "x")

@@ -166,6 +166,33 @@ def test_what_is_not_supported_is_refused_by_name(text, tmp_path):
     peft.load_adapter(tmp_path / "a", model)
 
 
+def test_targets_and_patterns_are_looked_up_by_the_names_of_peft(tmp_path):
+  """A target parameter by its own name, Mixtral's router by that of its tensors, an excluded module not at all."""
+  q, own, router = "self_attn.q_proj.weight", {"alpha_pattern": {"q_proj.weight": 9}}, "mlp.gate.weight"
+  linear = {"target_modules": ["q_proj", "k_proj"], "alpha_pattern": {}}
+  left_out = "k_proj", r"model\.layers\.\d\.self_attn\.k_proj"
+  cases = [
+    ("llama2", {"target_modules": ["v_proj"], "target_parameters": [q], **own}, "q_proj rank 3 and alpha 9"),
+    ("llama2", {"target_modules": ["v_proj"], "target_parameters": [q], "alpha_pattern": {"q_proj": 9}}, ""),
+    ("llama2", {"target_modules": ["q_proj"], **own}, ""),
+    ("mixtral", {"target_parameters": [router], "alpha_pattern": {"gate.weight": 9}}, r"mlp\.gate rank 3 and alpha 9"),
+    ("mixtral", {"target_parameters": [router], "alpha_pattern": {"block_sparse_moe.gate.weight": 9}}, ""),
+    ("llama2", linear, "targets k_proj"),
+    *(("llama2", linear | {"exclude_modules": x}, "") for x in ([left_out[0]], *left_out[1:], f".*{left_out[0]}")),
+  ]
+  for i, (name, entries, refused) in enumerate(cases):
+    folder = tmp_path / str(i)
+    peft.save_adapter(folder, MODELS[name], Settings(RANK, 5.0), make_arrays(MODELS[name], experts=False))
+    tensors = safetensors.numpy.load_file(folder / TENSORS)
+    kept = {x.replace("block_sparse_moe", "mlp"): v for x, v in tensors.items() if re.search("[qv]_proj|gate.lora", x)}
+    safetensors.numpy.save_file(kept, folder / TENSORS)
+    content = json.loads((folder / CONFIG).read_text()) | {"target_modules": ["v_proj"]}
+    (folder / CONFIG).write_text(json.dumps(content | entries))
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+      found = peft.load_adapter(folder, MODELS[name])[1]
+      assert len(found) == (6 if name == "mixtral" else 4), entries
+
+
 def test_no_damage_of_an_adapter_folder_ends_in_a_traceback(tmp_path):
   """Entries of any type, and flipped bits in either file; what is read has the names and shapes of the model."""
   model = MODELS["llama2"]

@@ -231,18 +231,16 @@ def config_json(model: ModelConfig, dtype: str, max_positions: int, special_ids:
 
 
 def _write_window(model: ModelConfig, theirs: HuggingFace) -> dict[str, Any]:
-  num_layers, cycle = model.base_num_decoder_layers, model.inhomogeneous_layer_cycle_interval
-  content: dict[str, Any] = {"sliding_window": None}
-  if slides := "local_sliding" in model.attention_type:
-    content["sliding_window"] = model.sliding_window_size
-  elif theirs.sliding == "alternate":
+  num_layers, cycle, own = model.base_num_decoder_layers, model.inhomogeneous_layer_cycle_interval, model.attention_type
+  names = {ours: name for name, ours in _LAYER_TYPES.items()}
+  types = [names[own[i % cycle % len(own)]] for i in range(num_layers)]
+  first = next((i for i, name in enumerate(types) if name == "sliding_attention"), num_layers)
+  content: dict[str, Any] = {"sliding_window": model.sliding_window_size if first < num_layers else None}
+  if first == num_layers and theirs.sliding == "alternate":
     content["sliding_window"] = 128  # gpt-oss of transformers forms a mask with a window in any case
-  if theirs.sliding == "late":
-    content |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else num_layers}
-  if theirs.layer_types:
-    names, types = {ours: name for name, ours in _LAYER_TYPES.items()}, model.attention_type
-    content["layer_types"] = [names[types[i % cycle % len(types)]] for i in range(num_layers)]
-  return content
+  if theirs.sliding == "late":  # the first releases of transformers with Qwen3 read no layer_types
+    content |= {"use_sliding_window": first < num_layers, "max_window_layers": first}
+  return content | ({"layer_types": types} if theirs.layer_types else {})
 
 
 def _write_rotary(model: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ r rank, E experts, I inputs, O outputs of a matrix; here `a` is [layers, (E,) I,
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +160,16 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
   found: dict[Leaf, dict[int | None, np.ndarray]] = {}  # of each expert
   adapted, missing, wrong, used = set(), [], [], set()
   for place in places(model, parameters or None):
-    # The router of Mixtral is called mlp.gate since transformers 5.
-    names = [name if name in tensors else name.replace(".block_sparse_moe.", ".mlp.") for name in place.tensors]
-    used.update(names)
-    if absent := [name for name in names if name not in tensors]:
+    if tensors.keys().isdisjoint(place.tensors):  # the router of Mixtral is called mlp.gate since transformers 5
+      module, stem = (name.replace(".block_sparse_moe.", ".mlp.") for name in (place.module, place.stem))
+      place = dataclasses.replace(place, module=module, stem=stem)
+    used.update(names := place.tensors)
+    absent = [name for name in names if name not in tensors]
+    if not absent or _excluded(config, place.module):
+      adapted.add(place.module)
+    if absent:
       missing += absent if len(absent) == 1 else []
       continue
-    adapted.add(place.module)
     rank, unlike = _rank(place, settings, folder / CONFIG), len(wrong)
     for name, shape in zip(names, place.shapes(rank), strict=True):
       if (there := tensors[name].shape) != shape:
@@ -209,10 +212,12 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
 
 def _rank(place: Place, settings: Settings, origin: Path) -> int:
   """The rank of a module by the patterns. Raises LayoutError unless it is that of all, or of parts with own A each."""
-  own = {"rank": settings.rank, "alpha": settings.alpha}
-  for name in own:  # as PEFT looks a module up: by the first pattern that ends its name
+  own, key = {"rank": settings.rank, "alpha": settings.alpha}, place.module
+  if _ends(f"{key}.weight", settings.config.get("target_parameters") or ()):
+    key += ".weight"
+  for name in own:  # as PEFT looks a module or a target parameter up: by the first pattern that ends its name
     patterns = settings.config.get(f"{name}_pattern") or {}
-    own[name] = next((x for p, x in patterns.items() if re.match(rf"(.*\.)?({p})$", place.module)), own[name])
+    own[name] = next((x for p, x in patterns.items() if re.match(rf"(.*\.)?({p})$", key)), own[name])
   scale, ranks = dataclasses.replace(settings, **own).scale, (settings.rank, settings.rank * len(place.rule.paths))
   if own["rank"] not in ranks or not math.isclose(scale, settings.scale, rel_tol=1e-6):
     said = f"{origin}: rank_pattern and alpha_pattern give {place.module} rank {own['rank']} and alpha {own['alpha']}"
@@ -224,10 +229,19 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
   """A line for the listed targets that no tensor belongs to."""
   modules = config.get("target_modules") or ()  # a text is a pattern
   targets = [*(() if isinstance(modules, str) else modules), *(config.get("target_parameters") or ())]
-  lost = [x for x in targets if not any(f".{module}".endswith(f".{x.removesuffix('.weight')}") for module in adapted)]
-  if not lost:
+  if not (lost := [x for x in targets if not any(_ends(name, [x.removesuffix(".weight")]) for name in adapted)]):
     return []
   return [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"]
+
+
+def _excluded(config: Mapping[str, Any], module: str) -> bool:
+  names = config.get("exclude_modules") or ()
+  return bool(re.fullmatch(names, module)) if isinstance(names, str) else _ends(module, names)
+
+
+def _ends(module: str, names: Iterable[str]) -> bool:
+  """Whether one of the names is that of the module, or its end from a dot on."""
+  return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def stack(found: Mapping[Leaf, Mapping[Any, np.ndarray]], model: ModelConfig, origin: Path) -> dict[str, np.ndarray]:
@@ -301,7 +315,7 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
   targets = set()  # the shortest end of each name that ends the name of no other module
   for names in (place.module.split(".") for place in linear):
     ends = [".".join(names[i:]) for i in reversed(range(len(names)))]
-    targets.add(next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)))
+    targets.add(next(end for end in ends if not any(_ends(other, [end]) for other in others)))
   counts = {x.module.rpartition(".")[2]: len(x.rule.paths) for x in held if x.rule.name in own}
   made = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base,
