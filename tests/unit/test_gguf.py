@@ -153,6 +153,7 @@ def test_a_token_that_was_added_is_one_token(tmp_path):
     ({"llama.rope.scaling.type": "linear"}, "scaled rotary"),
     ({"llama.rope.scaling.factor": 4.0}, "scaled rotary"),
     ({"llama.rope.scale_linear": 4.0}, "scaled rotary"),
+    ({"llama.rope.scaling.attn_factor": 1.25}, "scaled rotary"),
     ({"llama.attention.head_count": 4, "llama.rope.dimension_count": 12, "llama.block_count": 3}, "lacks model"),
   ],
 )

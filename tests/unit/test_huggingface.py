@@ -549,6 +549,25 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
     hf_checkpoint.import_model(llama, tmp_path / "again", say=silent)
 
 
+@pytest.mark.parametrize("files", ["", "tokenizer_config.json", "tokenizer_config.json chat_template.jinja vocab.json"])
+def test_files_of_a_tokenizer_that_only_transformers_reads_come_along(files, llama, tmp_path):
+  """Through an import and straight from the folder; with or without one, the tokens that end a text."""
+  names = [
+    *files.split(),
+    *["merges.txt", "additional_chat_templates/rag.jinja"] * bool(files),
+    "generation_config.json",
+  ]
+  (llama / "additional_chat_templates").mkdir()
+  for name in names:
+    (llama / name).write_text(json.dumps({"of": name}))
+  hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
+  for source, target in ((llama, "straight"), (tmp_path / "in", "out")):
+    hf_checkpoint.export_model(source, tmp_path / target, say=silent)
+    assert {name: (tmp_path / target / name).read_text() for name in names} == {
+      name: (llama / name).read_text() for name in names
+    }
+
+
 def test_a_model_of_bytes_is_exported_with_its_tokenizer_and_template(llama, tmp_path, monkeypatch):
   tables = ("model.embed_tokens.weight", "lm_head.weight")
   rewrite(llama, lambda tensors: tensors | {name: np.resize(tensors[name], (261, 12)) for name in tables})

@@ -15,8 +15,7 @@ from maxghost.data import tokenizers
 FOLDER, TEMPLATE, TOOLS_TEMPLATE = "tokenizer", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 # What transformers saves beside a model for its tokenizer, and the tokens that end a text.
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                     "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, TOOLS_TEMPLATE,
-                     "generation_config.json")  # fmt: skip
+                     "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, "generation_config.json")  # fmt: skip
 _PATTERNS = {tokenizers.HUGGINGFACE: "tokenizer.json", tokenizers.SENTENCEPIECE: "*.model",
              tokenizers.TIKTOKEN: "*.encoding.json"}  # fmt: skip
 
@@ -39,13 +38,12 @@ def save(tokenizer: tokenizers.Tokenizer, kind: str, folder: Path, template: str
     (folder / TOOLS_TEMPLATE).unlink(missing_ok=True)  # it is for conversations with tools too
 
 
-def copy(source: Path, target: Path) -> list[str]:
-  """Copies the files of a Hugging Face tokenizer; returns their names. Creates `target` if there are any."""
-  names = [name for name in HUGGINGFACE_FILES if (source / name).is_file()]
-  for name in names:
-    (target / name).parent.mkdir(exist_ok=True, parents=True)
-    shutil.copyfile(source / name, target / name)
-  return names
+def copy(source: Path, target: Path) -> None:
+  """Copies the files of a Hugging Face tokenizer. Creates `target` if there are any."""
+  for file in (*(source / name for name in HUGGINGFACE_FILES), *source.glob(f"{Path(TOOLS_TEMPLATE).parent}/*.jinja")):
+    if file.is_file():
+      (kept := target / file.relative_to(source)).parent.mkdir(exist_ok=True, parents=True)
+      shutil.copyfile(file, kept)
 
 
 def write_bytes(folder: Path, add_bos: bool, template: str = "") -> None:

@@ -129,7 +129,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
   said, rope = file.metadata, f"{file.family.gguf}.rope"  # without a type llama.cpp scales linearly
   factor = said.get(f"{rope}.scaling.factor", said.get(f"{rope}.scale_linear", 1.0))
   scaling = said.get(f"{rope}.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
-  if scaling != "none" or "rope_freqs.weight" in file.tensors:
+  if scaling != "none" or said.get(f"{rope}.scaling.attn_factor", 1.0) != 1.0 or "rope_freqs.weight" in file.tensors:
     raise LayoutError(f"{file.path} has scaled rotary frequencies, which are not read from GGUF")
   if (embedding := file.tensors.get("model.embed_tokens.weight")) is None:
     raise LayoutError(f"{file.path} lacks token_embd.weight")

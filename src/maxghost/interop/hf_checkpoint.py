@@ -102,6 +102,9 @@ def export_model(source: str | Path, target: str | Path, *, cfg: config.Config |
       tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
     elif cfg.data.tokenizer_type == "byte":
       tokenizer_files.write_bytes(temporary, cfg.data.add_bos, cfg.data.chat_template_path)
+    elif origin:  # a tokenizer that only transformers reads, and the tokens that end a text
+      for folder in (origin.parent, origin.parent / tokenizer_files.FOLDER):
+        tokenizer_files.copy(folder, temporary)
     check_written(checkpoint, huggingface.open_folder(temporary), params_only=True, ram_bytes=ram_bytes)
   if cfg.model.decoder_block == "llama2" and cfg.model.base_emb_dim % cfg.model.base_num_query_heads:
     say("note: transformers 5 reads no Llama with a base_emb_dim that base_num_query_heads does not divide; 4 does")
