@@ -87,8 +87,6 @@ def check_whole(place: ModelPlace, what: str) -> None:
 
 def huggingface_file(place: ModelPlace, cfg: Config) -> Path | None:
   """The config.json of the Hugging Face model that `place` came from; None where there is none any more."""
-  if place.config_file and place.config_file.name == huggingface.CONFIG_JSON:
-    return place.config_file
   folders = [place.config_file.parent] if place.config_file else []
   folders += [full_path(cfg.checkpoint.given)] if cfg.checkpoint.given else []
   files = [folder / name for folder in folders for name in (HUGGINGFACE_FILE, huggingface.CONFIG_JSON)]

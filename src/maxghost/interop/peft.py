@@ -165,7 +165,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> tuple[Settings, dict
       place = dataclasses.replace(place, module=module, stem=stem)
     used.update(names := place.tensors)
     absent = [name for name in names if name not in tensors]
-    if not absent or _excluded(config, place.module):
+    if not absent or _among(config.get("exclude_modules"), place.module):
       adapted.add(place.module)
     if absent:
       missing += absent if len(absent) == 1 else []
@@ -213,8 +213,7 @@ def _settings(config: Mapping[str, Any], origin: Path) -> Settings:
 def _rank(place: Place, settings: Settings, origin: Path) -> int:
   """The rank of a module by the patterns. Raises LayoutError unless it is that of all, or of parts with own A each."""
   own, key = {"rank": settings.rank, "alpha": settings.alpha}, place.module
-  if _ends(f"{key}.weight", settings.config.get("target_parameters") or ()):
-    key += ".weight"
+  key += ".weight" * _among(settings.config.get("target_parameters"), f"{key}.weight")
   for name in own:  # as PEFT looks a module or a target parameter up: by the first pattern that ends its name
     patterns = settings.config.get(f"{name}_pattern") or {}
     own[name] = next((x for p, x in patterns.items() if re.match(rf"(.*\.)?({p})$", key)), own[name])
@@ -229,19 +228,15 @@ def _untargeted(config: Mapping[str, Any], adapted: set[str], origin: Path) -> l
   """A line for the listed targets that no tensor belongs to."""
   modules = config.get("target_modules") or ()  # a text is a pattern
   targets = [*(() if isinstance(modules, str) else modules), *(config.get("target_parameters") or ())]
-  if not (lost := [x for x in targets if not any(_ends(name, [x.removesuffix(".weight")]) for name in adapted)]):
-    return []
-  return [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"]
+  lost = [x for x in targets if not any(_among([x.removesuffix(".weight")], module) for module in adapted)]
+  return lost and [f"{origin} targets {listed(sorted(lost))}, but {TENSORS} holds no tensors of it for this model"]
 
 
-def _excluded(config: Mapping[str, Any], module: str) -> bool:
-  names = config.get("exclude_modules") or ()
-  return bool(re.fullmatch(names, module)) if isinstance(names, str) else _ends(module, names)
-
-
-def _ends(module: str, names: Iterable[str]) -> bool:
-  """Whether one of the names is that of the module, or its end from a dot on."""
-  return any(f".{module}".endswith(f".{name}") for name in names)
+def _among(names: Iterable[str] | str | None, module: str) -> bool:
+  """Whether one of the names is the module's or its end from a dot on, or the pattern is that of its whole name."""
+  if isinstance(names, str):
+    return re.fullmatch(names, module) is not None
+  return any(f".{module}".endswith(f".{name}") for name in names or ())
 
 
 def stack(found: Mapping[Leaf, Mapping[Any, np.ndarray]], model: ModelConfig, origin: Path) -> dict[str, np.ndarray]:
@@ -315,7 +310,7 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
   targets = set()  # the shortest end of each name that ends the name of no other module
   for names in (place.module.split(".") for place in linear):
     ends = [".".join(names[i:]) for i in reversed(range(len(names)))]
-    targets.add(next(end for end in ends if not any(_ends(other, [end]) for other in others)))
+    targets.add(next(end for end in ends if not any(_among([end], other) for other in others)))
   counts = {x.module.rpartition(".")[2]: len(x.rule.paths) for x in held if x.rule.name in own}
   made = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base,

@@ -49,20 +49,18 @@ def quantized(checkpoint: Checkpoint, model: ModelConfig, quantization: str) -> 
   }
   if missing := found.keys() - {slash_path(path) for path, _ in checkpoint.params.leaves}:
     raise LayoutError(f"{checkpoint.raw.origin} has no {min(missing)}, which {quantization} narrows")
-  leaves, runs = {}, {}  # a program for the layers of a matrix
+  leaves, compiled = {}, jax.jit(quantize, static_argnames=("qtype", "depth", "in_axes", "what"))
   for (path, layer), ref in checkpoint.params.leaves.items():
     if (label := slash_path(path)) not in found:
       leaves[path, layer] = ref
       continue
     form, in_axes, out_axes = found[label]
-    if label not in runs:
-      how = {"qtype": form, "depth": 0, "in_axes": in_axes, "what": ref.array.name}
-      runs[label] = jax.jit(functools.partial(quantize, **how))
+    run = functools.partial(compiled, qtype=form, depth=0, in_axes=in_axes, what=label)
     lead = len(ref.shape) - in_axes - out_axes
     along = lead if form == "table" else -1 if out_axes == 1 else None
     for name in NAMES[form]:
       new = name if path[-1] in ("kernel", "embedding") else f"{path[-1]}_{name}"  # of experts, after their name
-      leaves[(*path[:-1], new), layer] = _part(ref, name, runs[label], lead, along)
+      leaves[(*path[:-1], new), layer] = _part(ref, name, run, lead, along)
   return checkpoint.with_params(leaves)
 
 
