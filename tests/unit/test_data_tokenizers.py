@@ -10,6 +10,7 @@ import shutil
 import unicodedata
 from pathlib import Path
 
+import hf_models
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from maxghost.data.prepare import train_bpe
 from maxghost.data.sources import synthetic
 from maxghost.data.tokenizers import check_specials, load_tokenizer
 from maxghost.data.types import Document
+from maxghost.interop import hf_checkpoint
 from maxghost.serving.batcher import Piece, Row
 from maxghost.serving.http import Answer
 
@@ -371,3 +373,23 @@ def test_an_empty_file_is_no_sentencepiece_model(tmp_path):
   (tmp_path / "empty.model").write_bytes(b"")
   with pytest.raises(ConfigError, match=r"empty\.model is no SentencePiece model: it has no pieces"):
     load_tokenizer("sentencepiece", str(tmp_path / "empty.model"))
+
+
+@pytest.mark.parametrize("files", ["", "tokenizer_config.json", "tokenizer_config.json chat_template.jinja vocab.json"])
+def test_files_of_a_tokenizer_that_only_transformers_reads_come_along(files, tmp_path):
+  """Through an import and straight from the folder; with or without one, the tokens that end a text."""
+  names = [
+    *files.split(),
+    *["merges.txt", "additional_chat_templates/rag.jinja"] * bool(files),
+    "generation_config.json",
+  ]
+  llama = Path(shutil.copytree(hf_models.FOLDER / "llama2", tmp_path / "llama2"))
+  (llama / "additional_chat_templates").mkdir()
+  for name in names:
+    (llama / name).write_text(json.dumps({"of": name}))
+  hf_checkpoint.import_model(llama, tmp_path / "in", say=lambda line: None)
+  for source, target in ((llama, "straight"), (tmp_path / "in", "out")):
+    hf_checkpoint.export_model(source, tmp_path / target, say=lambda line: None)
+    assert {name: (tmp_path / target / name).read_text() for name in names} == {
+      name: (llama / name).read_text() for name in names
+    }

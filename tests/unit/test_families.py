@@ -1,5 +1,8 @@
 """A new dense family is its record and a model file: registered here alone, it is built, checked, moved."""
 
+import json
+
+import hf_models
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -128,3 +131,15 @@ def test_lines_of_a_table():
     TensorRule("a.x.weight", ("b/p", "b/q"), "M", "Dh", "E", transpose=True, interleaved=True, when="key"),
     TensorRule("a.y", ("b/r",), "D"),
   )
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_an_export_says_from_which_layer_on_windows_slide(first):
+  """The first releases of transformers with Qwen3 read max_window_layers alone."""
+  content = json.loads((hf_models.FOLDER / "qwen3" / "config.json").read_text())
+  content |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": first}
+  content |= {"num_hidden_layers": 3, "vocab_size": 29}
+  keys = huggingface_config.keys_of(content, "x")
+  written = huggingface_config.config_json(config.ModelConfig(**keys), "float32", 64, {})
+  assert written["layer_types"] == ["full_attention"] * first + ["sliding_attention"] * (3 - first)
+  assert huggingface_config.keys_of(written | {"layer_types": None}, "x") == keys

@@ -340,18 +340,6 @@ def test_which_layers_slide_is_what_every_release_of_transformers_reads(name, ch
     huggingface_config.keys_of(content | {"use_sliding_window": True} | changes, "x")
 
 
-@pytest.mark.parametrize("first", [0, 1, 3])
-def test_an_export_says_from_which_layer_on_windows_slide(first):
-  """The first releases of transformers with Qwen3 read max_window_layers alone."""
-  content = json.loads((hf_models.FOLDER / "qwen3" / "config.json").read_text())
-  content |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": first}
-  content |= {"num_hidden_layers": 3, "vocab_size": 29}
-  keys = huggingface_config.keys_of(content, "x")
-  written = huggingface_config.config_json(config.ModelConfig(**keys), "float32", 64, {})
-  assert written["layer_types"] == ["full_attention"] * first + ["sliding_attention"] * (3 - first)
-  assert huggingface_config.keys_of(written | {"layer_types": None}, "x") == keys
-
-
 def test_all_layers_of_qwen3_moe_slide_without_a_first_one():
   content = json.loads((hf_models.FOLDER / "qwen3_moe" / "config.json").read_text())
   keys = huggingface_config.keys_of(content | {"use_sliding_window": True, "sliding_window": 8}, "x")
@@ -547,25 +535,6 @@ def test_the_tokenizer_comes_along_and_must_fit(llama, tmp_path):
   make_tokenizer(llama, 4, begins=True)
   with pytest.raises(ConfigError, match="has ids up to 261, but the model's vocabulary ends at 260"):
     hf_checkpoint.import_model(llama, tmp_path / "again", say=silent)
-
-
-@pytest.mark.parametrize("files", ["", "tokenizer_config.json", "tokenizer_config.json chat_template.jinja vocab.json"])
-def test_files_of_a_tokenizer_that_only_transformers_reads_come_along(files, llama, tmp_path):
-  """Through an import and straight from the folder; with or without one, the tokens that end a text."""
-  names = [
-    *files.split(),
-    *["merges.txt", "additional_chat_templates/rag.jinja"] * bool(files),
-    "generation_config.json",
-  ]
-  (llama / "additional_chat_templates").mkdir()
-  for name in names:
-    (llama / name).write_text(json.dumps({"of": name}))
-  hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
-  for source, target in ((llama, "straight"), (tmp_path / "in", "out")):
-    hf_checkpoint.export_model(source, tmp_path / target, say=silent)
-    assert {name: (tmp_path / target / name).read_text() for name in names} == {
-      name: (llama / name).read_text() for name in names
-    }
 
 
 def test_a_model_of_bytes_is_exported_with_its_tokenizer_and_template(llama, tmp_path, monkeypatch):

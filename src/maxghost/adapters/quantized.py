@@ -71,9 +71,7 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int, what: str = "a matrix
   share = blocks / jnp.where(sizes == 0, 1, sizes)[..., None, :]
   if qtype == "int8":
     return {"codes": jnp.round(share * _STEPS).astype(jnp.int8).reshape(*stack, -1, *outputs), "sizes": sizes}
-  index = jnp.zeros(share.shape, jnp.uint8)
-  for below, above in itertools.pairwise(LEVELS):
-    index = index + (share > jnp.asarray((below + above) / 2, wide)).astype(jnp.uint8)
+  index = sum((share > jnp.asarray((a + b) / 2, wide)).astype(jnp.uint8) for a, b in itertools.pairwise(LEVELS))
   mean = sizes.mean((-2, -1), keepdims=True)
   rest = (sizes - mean).reshape(*sizes.shape[:-1], -1, math.gcd(_BLOCK, sizes.shape[-1]))
   scale = jnp.abs(rest).max(-1)

@@ -85,11 +85,7 @@ def merged(base: Checkpoint, model: ModelConfig, settings: peft.Settings, arrays
 
 def _changed(ref: Ref, change: Callable[[np.ndarray], np.ndarray]) -> Ref:
   """A layer that is changed when it is read."""
-
-  def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
-    return change(ref.read())[index or ...]
-
-  return Ref(StoredArray(ref.array.path, ref.shape, ref.dtype, read))
+  return Ref(StoredArray(ref.array.path, ref.shape, ref.dtype, lambda index=None: change(ref.read())[index or ...]))
 
 
 def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
