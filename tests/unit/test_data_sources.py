@@ -107,9 +107,9 @@ def write_tfds(folder):
 def write_hf(folder):
   datasets = pytest.importorskip("datasets")
   datasets.disable_progress_bars()
-  datasets.Dataset.from_dict({"text": A, "year": list(range(len(A)))}).save_to_disk(folder / "a")
-  both = {"train": datasets.Dataset.from_dict({"text": B}), "test": datasets.Dataset.from_dict({"text": A})}
-  datasets.DatasetDict(both).save_to_disk(folder / "b")
+  made = datasets.Dataset.from_dict
+  made({"text": A, "year": [*range(len(A))]}).with_format("numpy", columns=["year"]).save_to_disk(folder / "a")
+  datasets.DatasetDict({"train": made({"text": B}), "test": made({"text": A})}).save_to_disk(folder / "b")
   return dict(dataset_type="hf", dataset_files=(f"a={folder}/a", f"b={folder}/b"))
 
 

@@ -52,7 +52,7 @@ def _read(opened: Opened, path: str, cfg: DataConfig, rows: list[int], _: list, 
 
 
 def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
-  """The table, its name in the ids, and its files."""
+  """The table, without the format in which it may be saved, its name in the ids, and its files."""
   datasets = import_package("datasets", "dataset_type=hf", "hf")
   folder, split, cap = Path(path).expanduser(), cfg.train_split, cfg.dataset_domain_bytes
   if not folder.is_dir() and not _HUB_NAME.fullmatch(path):
@@ -80,7 +80,7 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   found = columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
   files = {entry["filename"] for entry in table.cache_files}
   fields = [name for name in wanted_fields(cfg.document_fields).values() if name in table.column_names]
-  return table.select_columns([*dict.fromkeys([*found, *fields])]), f"{_name(path)}/{split}", files
+  return table.with_format(None).select_columns([*dict.fromkeys([*found, *fields])]), f"{_name(path)}/{split}", files
 
 
 def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
