@@ -337,8 +337,7 @@ def _tiktoken_file(tiktoken, path: str):
     ranks, specials = load_tiktoken_bpe(str(Path(path).parent / rules["ranks"])), rules["special_tokens"]
     if specials is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
-    name = Path(path).name.split(".")[0]
-    return tiktoken.Encoding(name, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
+    return tiktoken.Encoding(path, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
   except (ValueError, KeyError, OSError) as error:
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
 
