@@ -144,11 +144,10 @@ def _drop(args: argparse.Namespace, answer: attribution.Answer, by: str) -> int:
   dropped = answer.columns[args.sort] < args.drop_below
   lines, said = _ids(answer, by, dropped)
   output.write_output(args.output, lines)
-  if not dropped.any():
-    print(f"{args.output}: empty, since none of {len(answer):,} documents is below {args.drop_below:g}")
-    return 0
   worth = f"{np.asarray(answer.columns['contribution'])[dropped].sum():+.4g} {answer.units['contribution']}"
-  print(f"{args.output}: {said}, {worth}; to train without them: dataset_exclude_file={args.output}")
+  said = f"{said}, {worth}; to train without them: dataset_exclude_file={args.output}"
+  empty = f"empty, since none of {len(answer):,} documents is below {args.drop_below:g}"
+  print(f"{args.output}: {said if dropped.any() else empty}")
   return 0
 
 

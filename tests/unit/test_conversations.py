@@ -341,6 +341,22 @@ def corpus(tmp_path_factory):
   return dataclasses.replace(BASE, dataset_files=files)
 
 
+@pytest.mark.parametrize("kind", ["text", "hf"])
+def test_a_struct_of_a_table_has_no_fields_of_other_rows(kind, tmp_path):
+  """Arrow fills them with null, which a template would show in the arguments of a call."""
+  calls = [{"name": name, "arguments": {name: n}} for n, name in enumerate("xyxyxy")]
+  turns = [{"role": "assistant", "content": "", "tool_calls": [{"function": call}]} for call in calls]
+  rows = [{"messages": [{"role": "user", "content": "?"}, turn]} for turn in turns]
+  pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+  if kind == "hf":
+    pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(tmp_path / "c")
+  files = (f"c={tmp_path}/c" + (".parquet" if kind == "text" else ""),)
+  source = dataset_of(
+    BASE, dataset_type=kind, dataset_files=files, ghost_val_sets=("c",), ghost_val_fraction=0.5
+  ).source
+  assert [json.loads(text) for text in source.texts(np.arange(6))] == rows
+
+
 def test_a_corpus_and_its_batches(corpus):
   """Domains of records, ids, weights under exactly the trained tokens, each pair once an epoch, exact resume."""
   dataset = dataset_of(corpus)

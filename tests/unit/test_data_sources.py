@@ -107,9 +107,9 @@ def write_tfds(folder):
 def write_hf(folder):
   datasets = pytest.importorskip("datasets")
   datasets.disable_progress_bars()
-  datasets.Dataset.from_dict({"text": A, "year": list(range(len(A)))}).save_to_disk(folder / "a")
-  both = {"train": datasets.Dataset.from_dict({"text": B}), "test": datasets.Dataset.from_dict({"text": A})}
-  datasets.DatasetDict(both).save_to_disk(folder / "b")
+  made = datasets.Dataset.from_dict
+  made({"text": A, "year": [*range(len(A))]}).with_format("numpy", columns=["year"]).save_to_disk(folder / "a")
+  datasets.DatasetDict({"train": made({"text": B}), "test": made({"text": A})}).save_to_disk(folder / "b")
   return dict(dataset_type="hf", dataset_files=(f"a={folder}/a", f"b={folder}/b"))
 
 
@@ -527,7 +527,7 @@ def test_wrong_settings_of_the_other_types(tmp_path, written):
   keys = dict(dataset_type="tfds", dataset_path=tfds.dataset_path)
   assert "dataset_files=none_such is not found" in refused(**keys, dataset_files=("b=none_such",))
   assert "made_a, made_b" in refused(**keys, dataset_files=("b=none_such",))
-  assert "train_split=dev is no split" in refused(**keys, dataset_files=tfds.dataset_files, train_split="dev")
+  assert "train_split has 'dev'" in refused(**keys, dataset_files=tfds.dataset_files, train_split="dev")
   assert "which dataset_files=made_a does not have" in refused(
     **keys, dataset_files=tfds.dataset_files, train_data_columns=("body",)
   )
@@ -544,8 +544,8 @@ def test_wrong_settings_of_the_other_types(tmp_path, written):
   hf = written("hf")
   assert "is no folder" in refused(dataset_type="hf", dataset_files=("b=/nowhere",))
   alone, both = hf.dataset_files
-  assert "train_split=dev is no split" in refused(dataset_type="hf", dataset_files=(both,), train_split="dev")
-  assert "/a; it has train" in refused(dataset_type="hf", dataset_files=(alone,), train_split="dev")
+  assert "train_split has 'dev'" in refused(dataset_type="hf", dataset_files=(both,), train_split="dev")
+  assert "/a has train" in refused(dataset_type="hf", dataset_files=(alone,), train_split="dev")
 
 
 def test_reads_that_give_less_than_asked_for_are_continued(tmp_path, monkeypatch):

@@ -226,6 +226,23 @@ def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
     assert saved.decode(after) == original.decode(before)
 
 
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_a_tokenizer_of_which_a_full_disk_took_a_part_is_saved_whole_next_time(made, kind, tmp_path):
+  resource, original = pytest.importorskip("resource"), load(made, kind)
+  template, (_, most) = tmp_path / "given.jinja", resource.getrlimit(resource.RLIMIT_FSIZE)
+  template.write_text("kept")
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+  try:
+    with pytest.raises(OSError, match="tokenizer/"):
+      tokenizer_files.save(original, kind, tmp_path / "tokenizer", str(template))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+  tokenizer_files.save(original, kind, tmp_path / "tokenizer", str(template))
+  saved = load_tokenizer(kind, tokenizer_files.saved_path(kind, tmp_path / "tokenizer"))
+  assert saved.fingerprint == original.fingerprint
+  assert (tmp_path / "tokenizer" / tokenizer_files.TEMPLATE).read_text() == "kept"
+
+
 def test_a_run_on_bytes_keeps_its_chat_template(tmp_path):
   for text in ("first", "changed since"):
     (tmp_path / "given.jinja").write_text(text)

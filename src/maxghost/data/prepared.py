@@ -127,9 +127,8 @@ class PreparedSource(Source):
     """Tokens of the blocks, and the bytes behind each, None if the table has them for all. Raises CorruptError."""
     shards = np.searchsorted(self._shard_ends, blocks, side="right")
     records = blocks - np.where(shards > 0, self._shard_ends[shards - 1], 0)
-    raw = read_by_shard(
-      shards, records, lambda n, places: read_records(self._readers, self._shards[n], records[places].tolist())
-    )
+    read = lambda n, at: read_records(self._readers, self._shards[n], records[at].tolist())  # noqa: E731
+    raw = read_by_shard(shards, records, read)
     table, item, out = self.tokenizer.byte_table, np.dtype(self._dtype).itemsize, []
     for block, shard, record, one in zip(blocks.tolist(), shards.tolist(), records.tolist(), raw, strict=True):
       first, stop = self.documents_of(block)

@@ -4,11 +4,11 @@ The byte tokenizer has a file only in exports.
 """
 
 import json
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from maxghost.config import ConfigError
-from maxghost.config.files import write_text
+from maxghost.config.files import write_text, write_whole
 from maxghost.config.values import import_package
 from maxghost.data import tokenizers
 
@@ -21,29 +21,34 @@ _PATTERNS = {tokenizers.HUGGINGFACE: "tokenizer.json", tokenizers.SENTENCEPIECE:
 
 
 def save(tokenizer: tokenizers.Tokenizer, kind: str, folder: Path, template: str = "") -> None:
-  """Writes the tokenizer into `folder`, unless one is there. template: a file of a chat template to keep with it."""
+  """Writes the tokenizer into `folder`, unless one is there; last the file that shows it. template: to keep with it."""
   file, kept = tokenizer.path, folder / TEMPLATE
   if _files(kind, folder) or (file is None and (kept.exists() or not template)):
     return
   folder.mkdir(exist_ok=True)
+  if file and kind == tokenizers.HUGGINGFACE:
+    copy(file.parent, folder, HUGGINGFACE_FILES[1:])
+  if template:
+    (folder / TOOLS_TEMPLATE).unlink(missing_ok=True)  # it is for conversations with tools too
+    _copy_file(Path(template).expanduser(), kept)
   if isinstance(tokenizer, tokenizers.TiktokenTokenizer):
     tokenizer.save(folder)
-  elif file and kind == tokenizers.SENTENCEPIECE:
-    shutil.copyfile(file, folder / f"{file.stem}.model")
   elif file:
-    copy(file.parent, folder)
-    shutil.copyfile(file, folder / "tokenizer.json")
-  if template:
-    shutil.copyfile(Path(template).expanduser(), kept)
-    (folder / TOOLS_TEMPLATE).unlink(missing_ok=True)  # it is for conversations with tools too
+    _copy_file(file, folder / ("tokenizer.json" if kind == tokenizers.HUGGINGFACE else f"{file.stem}.model"))
 
 
-def copy(source: Path, target: Path) -> None:
-  """Copies the files of a Hugging Face tokenizer. Creates `target` if there are any."""
-  for file in (*(source / name for name in HUGGINGFACE_FILES), *source.glob(f"{Path(TOOLS_TEMPLATE).parent}/*.jinja")):
+def copy(source: Path, target: Path, files: Sequence[str] = HUGGINGFACE_FILES) -> None:
+  """Copies those files of a Hugging Face tokenizer that there are, and its chat templates beside the usual one. Creates
+  `target` if there are any."""
+  for file in (*(source / name for name in files), *source.glob(f"{Path(TOOLS_TEMPLATE).parent}/*.jinja")):
     if file.is_file():
       (kept := target / file.relative_to(source)).parent.mkdir(exist_ok=True, parents=True)
-      shutil.copyfile(file, kept)
+      _copy_file(file, kept)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+  with write_whole(target) as file:
+    file.write(source.read_bytes())
 
 
 def write_bytes(folder: Path, add_bos: bool, template: str = "") -> None:

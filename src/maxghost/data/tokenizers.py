@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from maxghost.config.files import with_end
+from maxghost.config.files import with_end, write_text
 from maxghost.config.values import ConfigError, did_you_mean, import_package
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
@@ -298,7 +298,7 @@ class TiktokenTokenizer(Tokenizer):
     ranks = [base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(self._pieces) if piece is not None]
     (folder / f"{stem}.tiktoken").write_bytes(b"".join(ranks))
     rules = {"ranks": f"{stem}.tiktoken", "split": self._inner._pat_str, "special_tokens": self.specials}
-    (folder / f"{stem}.encoding.json").write_text(json.dumps(rules, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / f"{stem}.encoding.json", json.dumps(rules, indent=2) + "\n")
 
   def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode("utf-8") for text in texts]
@@ -330,17 +330,14 @@ def _tiktoken_name(tiktoken, name: str):
 def _tiktoken_file(tiktoken, path: str):
   from tiktoken.load import load_tiktoken_bpe
 
-  rules, file = None, path
+  rules = {"ranks": Path(path).name, "split": _LLAMA3_SPLIT, "special_tokens": None}
   try:
     if path.endswith(".json"):
       rules = json.loads(_read(Path(path)))
-      file = str(Path(path).parent / rules["ranks"])
-    ranks = load_tiktoken_bpe(file)
-    if rules is None:
+    ranks, specials = load_tiktoken_bpe(str(Path(path).parent / rules["ranks"])), rules["special_tokens"]
+    if specials is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
-      rules = {"split": _LLAMA3_SPLIT, "special_tokens": specials}
-    name, specials = Path(path).name.split(".")[0], rules["special_tokens"]
-    return tiktoken.Encoding(name, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
+    return tiktoken.Encoding(path, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
   except (ValueError, KeyError, OSError) as error:
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
 

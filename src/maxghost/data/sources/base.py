@@ -248,6 +248,13 @@ def wanted_fields(asked: Sequence[str]) -> dict[str, str]:
   return {name: field or name for name, _, field in (text.partition("=") for text in asked or ("id",))}
 
 
+def without_nulls(value: Any) -> Any:
+  """A value of an Arrow table without the nulls of its structs, each of which has the fields of all rows."""
+  if isinstance(value, dict):
+    return {name: without_nulls(one) for name, one in value.items() if one is not None}
+  return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
 def as_text(value: Any) -> str:
   """The value of a field as the score log keeps it: a text as it is, nothing as an empty text, else JSON."""
   if isinstance(value, np.generic):

@@ -15,7 +15,7 @@ import numpy as np
 from maxghost.config import ConfigError, DataConfig
 from maxghost.config.values import import_package
 from maxghost.data.hashing import text_hash
-from maxghost.data.sources.base import columns_of, join_columns, read_all, read_or_skip, take, wanted_fields
+from maxghost.data.sources import base
 from maxghost.data.sources.files import fingerprint, labelled
 from maxghost.data.sources.records import RECORD, Opened, RecordSource, Shard
 
@@ -37,7 +37,7 @@ def load(cfg: DataConfig) -> RecordSource:
     read, place = functools.partial(_read, opened, path, cfg), functools.partial(RECORD, path)
     shard = Shard(domain, name, "", len(table), read, place)
     texts = lambda rows, shard=shard: shard.texts(rows.tolist(), [], cfg.train_data_columns)  # noqa: E731
-    seen: Any = [*map(fingerprint, sorted(files))] or read_or_skip(texts, np.arange(len(table)), cfg.on_corrupt)
+    seen: Any = [*map(fingerprint, sorted(files))] or base.read_or_skip(texts, np.arange(len(table)), cfg.on_corrupt)
     shards.append(dataclasses.replace(shard, fingerprint=f"{text_hash(*(one or b'' for one in seen)):016x}"))
   return RecordSource(shards, cfg)
 
@@ -48,11 +48,11 @@ def _name(path: str) -> str:
 
 
 def _read(opened: Opened, path: str, cfg: DataConfig, rows: list[int], _: list, __: tuple) -> list[dict[str, Any]]:
-  return read_all(opened.get(path, cfg)[0].__getitems__, rows, _ERRORS, path)  # each worker process opens it again
+  return base.read_all(opened.get(path, cfg)[0].__getitems__, rows, _ERRORS, path)  # each worker process opens it again
 
 
 def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
-  """The table, its name in the ids, and its files."""
+  """The table, without a format that it was saved with, its name in the ids, and its files."""
   datasets = import_package("datasets", "dataset_type=hf", "hf")
   folder, split, cap = Path(path).expanduser(), cfg.train_split, cfg.dataset_domain_bytes
   if not folder.is_dir() and not _HUB_NAME.fullmatch(path):
@@ -66,21 +66,21 @@ def _open_hf(path: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     said = f"{type(error).__name__}: {error.__cause__ or error}"  # the library hides a broken line behind its own error
     raise ConfigError(f"dataset_files={path} cannot be read{hub}: {said}") from error
   splits = {str(table.split or "train"): table, "train": table} if not isinstance(table, dict) else table
-  _check_split(path, split, splits)
+  base.check_known("train_split", [split], splits, f"dataset_files={path}")
   table = splits[split]
   if cap > 0:
 
     def size(numbered: tuple[int, dict[str, Any]]) -> int:
-      where, row = functools.partial(RECORD, path, numbered[0]), numbered[1]
-      columns_of(cfg.train_data_columns, row, f"dataset_files={path}")
-      text = read_or_skip(lambda _: [join_columns(where, row, cfg.train_data_columns)], np.arange(1), cfg.on_corrupt)
+      where, row, columns = functools.partial(RECORD, path, numbered[0]), numbered[1], cfg.train_data_columns
+      base.columns_of(columns, row, f"dataset_files={path}")
+      text = base.read_or_skip(lambda _: [base.join_columns(where, row, columns)], np.arange(1), cfg.on_corrupt)
       return len(text[0] or b"")
 
-    table = datasets.Dataset.from_list([row for _, row in take(enumerate(table), cap, path, size)])
-  found = columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
-  files = {entry["filename"] for entry in table.cache_files}
-  fields = [name for name in wanted_fields(cfg.document_fields).values() if name in table.column_names]
-  return table.select_columns([*dict.fromkeys([*found, *fields])]), f"{_name(path)}/{split}", files
+    table = datasets.Dataset.from_list([row for _, row in base.take(enumerate(table), cap, path, size)])
+  found = base.columns_of(cfg.train_data_columns, table.column_names, f"dataset_files={path}")
+  fields = [name for name in base.wanted_fields(cfg.document_fields).values() if name in table.column_names]
+  table = table.select_columns([*dict.fromkeys([*found, *fields])]).with_transform(base.without_nulls)
+  return table, f"{_name(path)}/{split}", {entry["filename"] for entry in table.cache_files}
 
 
 def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
@@ -96,8 +96,8 @@ def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
   if not builder.is_prepared():
     said = f"dataset_files={dataset} is not prepared in {builder.data_path}"
     raise ConfigError(f"{said}; prepare it with: tfds build {dataset} --file_format=array_record")
-  columns_of(cfg.train_data_columns, builder.info.features, f"dataset_files={dataset}")
-  _check_split(dataset, split, builder.info.splits)
+  base.columns_of(cfg.train_data_columns, builder.info.features, f"dataset_files={dataset}")
+  base.check_known("train_split", [split], builder.info.splits, f"dataset_files={dataset}")
   try:
     source = builder.as_data_source(split=split)
   except NotImplementedError as error:
@@ -105,8 +105,3 @@ def _open_tfds(dataset: str, cfg: DataConfig) -> tuple[Any, str, set[str]]:
     raise ConfigError(f"{said}; convert it with: tfds convert_format --out_file_format=array_record") from error
   files = {str(one.filename) for one in source.dataset_info.splits[split].file_instructions}
   return source, f"{source.dataset_info.full_name}/{split}", files
-
-
-def _check_split(name: str, split: str, splits) -> None:
-  if split not in splits:
-    raise ConfigError(f"train_split={split} is no split of dataset_files={name}; it has {', '.join(map(str, splits))}")

@@ -212,7 +212,7 @@ class _Parquet:
     """{column: value, None for one that is not in `names`}. Raises CorruptError."""
     first, columns = self._columns(int(np.searchsorted(self._ends, number, side="right")), names)
     try:
-      values = {name: column[number - first].as_py() for name, column in columns.items()}
+      values = {name: base.without_nulls(column[number - first].as_py()) for name, column in columns.items()}
     except (IndexError, UnicodeDecodeError) as error:
       raise base.CorruptError(f"{self._path}, row {number}: {error}") from error
     return dict.fromkeys(self.names) | values
