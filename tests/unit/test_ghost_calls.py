@@ -3,6 +3,8 @@
 n examples, T positions.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import oracles
 import pytest
 import tiny
 from flax import nnx
-from test_ghost_foreign import CLASSES, N_VAL, TOKENS, WIDTH, N, randomized, score, tagging_batch, tagging_loss
+from test_ghost_foreign import CLASSES, N_VAL, TOKENS, WIDTH, Mlp, N, randomized, score, tagging_batch, tagging_loss
 
 from maxghost import ghost
 from maxghost.ghost import rules
@@ -214,3 +216,84 @@ def test_ids_outside_of_a_table_that_the_model_leaves_out_have_no_part_in_a_scor
     for engine, r in (("graddotprod", rank), ("perexample", 0))
   ]
   assert np.isfinite(found[0]).all() and (rank or oracles.relative_error(*found) < 1e-5)
+
+
+@pytest.fixture(scope="module")
+def regression():
+  rng = np.random.default_rng(3)
+  train, val = ({"x": rng.normal(size=(num, WIDTH)).astype(np.float32)} for num in (N, N_VAL))
+  return randomized(Mlp), train, val
+
+
+KEPT = {}  # what a function below reads as a global
+
+
+def scaled_by_global(model, batch):
+  return KEPT["scale"][0] * jnp.square(model(batch["x"])).sum(-1)
+
+
+class Scaled:
+  """A loss as an object, and by a method that calls another one inside of a function."""
+
+  def __init__(self, scale):
+    self.scale = scale
+
+  def __call__(self, model, batch):
+    return self.scale[0] * jnp.square(model(batch["x"])).sum(-1)
+
+  def by_method(self, model, batch):
+    return jax.tree.map(lambda x: self(model, {"x": x}), batch["x"])
+
+
+READ = {
+  "partial": lambda scale: functools.partial(lambda scale, *args: Scaled(scale)(*args), scale),
+  "object": Scaled,
+  "method": lambda scale: Scaled(scale).by_method,
+  "function": lambda scale: lambda *args, loss=lambda *args: Scaled(scale)(*args): loss(*args),
+  "global": lambda scale: KEPT.update(scale=scale) or scaled_by_global,
+}
+
+
+@pytest.mark.parametrize("kind", ["list", "array"])
+@pytest.mark.parametrize("how", READ)
+def test_what_a_loss_function_reads_by_others_may_change_in_place(regression, how, kind):
+  model, train, val = regression
+  scale = [1.0] if kind == "list" else np.ones(1, np.float32)
+  engine, loss_fn, found = ghost.GhostEngine(engine="jvp"), READ[how](scale), []
+  for scale[0] in (1.0, 1.0, 3.0):
+    loss_fn = loss_fn if how in ("object", "method") else READ[how](scale)  # a function made anew is the same one
+    found.append(score(engine, model, train, val, loss_fn=loss_fn).dot)
+  assert len(engine._compiled) == 2
+  assert oracles.relative_error(found[2], 9 * found[0]) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])
+def test_weights_that_depend_on_parameters_are_refused(regression, engine):
+  """Each engine would have its own idea of an example's loss."""
+  model, train, val = regression
+
+  def loss_fn(model, batch, fixed=lambda x: x):
+    losses = jnp.square(model(batch["x"])).sum(-1)
+    return losses, fixed(jnp.exp(-losses))
+
+  with pytest.raises(ValueError, match=r"^weights depend on the model's parameters"):
+    ghost.GhostEngine(engine=engine).score(model, train, val, loss_fn=loss_fn)
+  fixed = functools.partial(loss_fn, fixed=jax.lax.stop_gradient)
+  ghost.GhostEngine(engine=engine).score(model, train, val, loss_fn=fixed)
+
+
+def test_every_id_has_the_row_of_a_table_with_one():
+  """As in `nnx.Embed`, which looks nothing up."""
+
+  class OneRow(nnx.Module):
+    def __init__(self, rngs):
+      self.table, self.out = nnx.Embed(1, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, ids):
+      return self.out(self.table(ids))
+
+  args = (OneRow(nnx.Rngs(0)), tagging_batch(N, 1), tagging_batch(N_VAL, 2))
+  found, expected = (
+    score(ghost.GhostEngine(engine=engine), *args, loss_fn=tagging_loss) for engine in ("graddotprod", "perexample")
+  )
+  assert oracles.relative_error(found.per_param["table/embedding"], expected.per_param["table/embedding"]) < 1e-5

@@ -249,6 +249,9 @@ def test_what_an_objective_returns_in_another_form_is_named(wrong, said, monkeyp
       type("Two", (LanguageModelLoss,), {"name": "two", "schedules": ("twopass",)}),
       "a tuple of two_pass, reverse_scan",
     ),
+    (type("Zero", (LanguageModelLoss,), {"name": "zero", "rows_per_unit": 0}), "Zero.rows_per_unit is 0; give the"),
+    (type("Text", (LanguageModelLoss,), {"name": "text", "rows_per_unit": "2"}), "Text.rows_per_unit is '2'; give the"),
+    (type("Kind", (LanguageModelLoss,), {"name": "kind", "records": "texts"}), "Kind.records is 'texts'; give one of"),
   ],
 )
 def test_what_is_no_whole_objective_is_not_registered(wrong, said):
@@ -256,6 +259,13 @@ def test_what_is_no_whole_objective_is_not_registered(wrong, said):
   with pytest.raises(ValueError, match=said):
     objectives.register(wrong)
   assert before == plugins.OBJECTIVES
+
+
+def test_of_gives_an_objective(monkeypatch):
+  nothing = type("Nothing", (LanguageModelLoss,), {"name": NAME, "of": classmethod(lambda cls, cfg: None)})
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(nothing))
+  with pytest.raises(ConfigError, match=f"objective={NAME}: of gives a NoneType, not an Objective"):
+    objectives.create(name=NAME)
 
 
 def test_a_name_is_taken_once():

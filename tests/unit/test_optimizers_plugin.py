@@ -363,6 +363,8 @@ class Untransposed(Mix):
       {"column_arrays": lambda *_: {"inertia": jnp.ones(())}},
       r"gives 'inertia' of shape \(\) for decoder/.* not \('iner",
     ),
+    ({"response": lambda *_: None}, "opt_type=wrong: response gives a NoneType, not a Response"),
+    ({"column_arrays": lambda *_: None}, "opt_type=wrong: column_arrays gives a NoneType, not a dict"),
     ({"response": lambda *_: Through(jnp.square)}, "Through.apply is not linear, or changes the shape: "),
     ({"response": lambda *_: Through(jnp.sum)}, "Through.apply is not linear, or changes the shape: cotangent"),
     ({"response": lambda *_: Untransposed(jnp.full((), 1e-5))}, "Untransposed.transpose is not that of its apply"),

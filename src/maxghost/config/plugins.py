@@ -179,6 +179,10 @@ def register(key: str, cls: Any, base: type, entry: type[Plugin]) -> None:
     raise ValueError(f"{key}: {cls.__name__}.schedules is {given!r}; give a tuple of {', '.join(SCHEDULES)}")
   if not isinstance(given := getattr(plugin, "columns", ()), tuple) or _TAKEN.intersection(given):
     raise ValueError(f"{key}: {cls.__name__}.columns is {given!r}; give a tuple of names that no step has")
+  if not isinstance(given := getattr(plugin, "rows_per_unit", 1), int) or given < 1:
+    raise ValueError(f"{key}: {cls.__name__}.rows_per_unit is {given!r}; give the number of rows, 1 or more")
+  if (given := getattr(plugin, "records", "text")) not in (known := sorted({x.records for x in OBJECTIVES.values()})):
+    raise ValueError(f"{key}: {cls.__name__}.records is {given!r}; give one of {', '.join(known)}")
   if name in table and table[name] != plugin:
     raise ValueError(f"{key}={name} is already {table[name].target}; give the other one a name of its own")
   table[name] = plugin

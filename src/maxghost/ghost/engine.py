@@ -4,7 +4,10 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import dis
 import functools
+import gc
+import inspect
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -26,6 +29,7 @@ from maxghost.objectives import Objective, as_objective, create
 from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
+_BOUND = (types.MethodType, types.CellType, functools.partial)
 
 
 @contextlib.contextmanager
@@ -70,7 +74,7 @@ class GhostEngine:
   Arguments that are None are those of cfg, where ghost_direction=auto, the default, is 'sgd', which needs no state.
   Raises ValueError for an unknown name, an unsupported combination, and whatever `attach` raises for the model.
 
-  Keeps the last MAX_COMPILED programs (docs/engine.md says which calls share one); globals are read at compilation.
+  Keeps the last MAX_COMPILED programs; docs/engine.md says which calls share one.
   """
 
   @_own_names()
@@ -133,11 +137,11 @@ class GhostEngine:
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
     try:
-      hash(graphdef)
+      hash(key)
     except TypeError as error:
       raise ValueError(f"the model has a static attribute that cannot be hashed ({error}); make it a tuple") from error
     if key not in self._compiled:
-      _refuse_randomness(model, loss_fn, train_batch)
+      _refuse_loss(model, as_objective(loss_fn), train_batch)
       program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
       if self._schedule == "concat" and state is None:  # which holds no direction for `_refuse_incomplete`
         other = copy.copy(self)
@@ -277,30 +281,65 @@ def _check_batches(train_batch, val_batches: tuple, schedule: str) -> None:
 
 
 def _identity(function: Callable):
-  """(key that identifies a loss function, objects to keep alive while the key is used)."""
-  plain = function.__func__ if isinstance(function, types.MethodType) else function
-  if not isinstance(plain, types.FunctionType):
-    return function, ()
-  closure = (cell.cell_contents for cell in plain.__closure__ or ())
-  defaults = (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values())
-  owner = getattr(function, "__self__", None)
-  used = (vars(owner)[name] for name in plain.__code__.co_names if name in getattr(owner, "__dict__", {}))
-  held = (plain.__globals__, owner, *closure, *defaults, *used)
-  held += (*jax.tree.leaves(held[1:]),)  # a model or a list may change in place
-  return (plain.__code__, tuple(id(x) for x in held)), held
+  """(key that identifies a loss function by all that it reads, objects to keep alive while the key is used)."""
+  held, names, size = {id(function): function}, {"__call__"}, None
+  while size != (size := (len(held), len(names))):
+    for x in [*held.values()]:
+      held |= {id(part): part for part in _read(x, names)}
+  places = {one: place for place, one in enumerate(held)}
+
+  def of(x, parts: list):
+    made_anew = (parts and isinstance(x, (types.FunctionType, *_BOUND))) or not jax.tree_util.all_leaves([x])
+    own = (type(x), jax.tree.structure(x)) if made_anew else id(x)
+    return own, x.tobytes() if isinstance(x, np.ndarray) else None, *(places[id(part)] for part in parts)
+
+  return tuple(of(x, _read(x, names)) for x in held.values()), held
 
 
-def _refuse_randomness(model, loss_fn: Callable, batch) -> None:
-  """Raises ValueError where the loss depends on random numbers that the model draws; `score` does not change it."""
-  graphdef, counts, rest = nnx.split(model, nnx.RngCount, ...)
+def _read(x, names: set) -> list:
+  """What a program of a loss function holds of one of its objects. names: of attributes that code reads; it adds its
+  own."""
+  if isinstance(x, (Objective, type, types.ModuleType, jax.Array, np.ndarray)):
+    return []
+  if isinstance(x, types.CodeType):
+    names.update(x.co_names)
+    return [part for part in x.co_consts if isinstance(part, types.CodeType)]
+  if isinstance(x, types.FunctionType):
+    if str(x.__module__).partition(".")[0] in ("flax", "jax", "maxghost", "numpy", "optax"):
+      return []
+    read = (x.__globals__[name] for name in _globals(x.__code__) if name in x.__globals__)
+    return [x.__code__, x.__closure__, x.__defaults__, x.__kwdefaults__, *read]
+  if isinstance(x, _BOUND):
+    return gc.get_referents(x)
+  if not jax.tree_util.all_leaves([x]):  # such as a list, or a model, that changes in place
+    return jax.tree.leaves(x)
+  own, of_class = getattr(x, "__dict__", {}), (inspect.getattr_static(type(x), name, None) for name in sorted(names))
+  methods = [f for found in of_class if isinstance(f := getattr(found, "fget", found), types.FunctionType)]
+  return [own[name] for name in sorted(names) if name in own] + methods
 
-  def draw(counts, rest, batch):
-    return loss_fn(nnx.merge(graphdef, counts, rest), batch)
 
-  if num := len(jax.tree.leaves(counts)):
-    jaxpr = jax.make_jaxpr(draw)(counts, rest, batch).jaxpr
-    if any(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][:num]):
-      raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
+@functools.cache
+def _globals(code: types.CodeType) -> list[str]:
+  """Names of the globals that code loads; its `co_names` are also those of attributes."""
+  inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _globals(part)]
+  return [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"] + inner
+
+
+def _refuse_loss(model, objective: Objective, batch) -> None:
+  """Raises ValueError for a loss that depends on random numbers which the model draws (`score` does not change it), and
+  for weights that depend on parameters, as then the batch loss has parts that are of no example."""
+  graphdef, counts, params, rest = nnx.split(model, nnx.RngCount, nnx.Param, ...)
+
+  def run(scale, counts, params, rest, batch):
+    measured = lambda params: objective(nnx.merge(graphdef, counts, params, rest, copy=True), batch)  # noqa: E731
+    return measured(params), jax.grad(lambda params: jnp.sum(scale * measured(params)[1]))(params)
+
+  jaxpr = jax.make_jaxpr(run)(1.0, counts, params, rest, batch).jaxpr
+  scale, *reads = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+  if any(reads[: len(jax.tree.leaves(counts))]):
+    raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
+  if scale:
+    raise ValueError("weights depend on the model's parameters: return jax.lax.stop_gradient(weights)")
 
 
 def _counting(objective: Objective, counted) -> Objective:

@@ -91,7 +91,7 @@ class EmbedRule(Rule):
   ranks: ClassVar = {"embedding": 2}
 
   def rows(self, module, name):
-    return int(is_plain(module))
+    return int(is_plain(module) and module.num_embeddings > 1)  # a single row is that of every id
 
   def score(self, call, name, direction):
     if not self.rows(call.module, name):

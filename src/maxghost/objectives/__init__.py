@@ -1,6 +1,6 @@
 """Objectives: the loss that a run minimises, and how its tokens form scored examples."""
 
-from maxghost.config import Config, plugins
+from maxghost.config import Config, ConfigError, plugins
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
 from maxghost.objectives.cross_entropy import token_losses
 from maxghost.objectives.next_token import LanguageModelLoss
@@ -23,9 +23,14 @@ def register(objective: type[Objective]) -> type[Objective]:
 
 
 def create(cfg: Config | None = None, name: str = "") -> Objective:
-  """The objective of a run, or the one of another name, without dropout; None: that of the default configuration."""
+  """The objective of a run, or the one of another name, without dropout; None: that of the default configuration.
+
+  Raises ConfigError if `of` gives something else.
+  """
   cfg = cfg or Config()
-  return plugins.OBJECTIVES[name or cfg.optimizer.objective].load().of(cfg)
+  if isinstance(made := plugins.OBJECTIVES[name := name or cfg.optimizer.objective].load().of(cfg), Objective):
+    return made
+  raise ConfigError(f"objective={name}: of gives a {type(made).__name__}, not an Objective")
 
 
 def of_validation(cfg: Config) -> Objective | tuple[Objective, ...]:

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from maxghost.config import ConfigError
-from maxghost.optimizers.base import Parameter, UpdateRule, by_label
+from maxghost.optimizers.base import Parameter, Response, UpdateRule, by_label
 from maxghost.parallel.shardings import slash_path
 
 _RATE, _LARGE = 0.1, 1e4
@@ -53,11 +53,15 @@ def _check_step(rule: UpdateRule, values, before, gradients, parameters: Mapping
   for label, delta in by_label(moved).items():
     parameter, g, arrays = parameters[label], gradient_of[label], kept.of(label)
     response: Any = rule.response(parameter, g, arrays, rule.scalars(kept.count, 1.0))
+    if not issubclass(type(response), Response):
+      raise ConfigError(f"opt_type={rule.name}: response gives a {type(response).__name__}, not a Response")
     x, moved_g = by_label(before)[label], response.apply(g)
     apart = abs(jnp.vdot(response.transpose(x), g) - jnp.vdot(x, moved_g))
     if not apart <= _TOLERANCE * _norm(x) * _norm(moved_g) / math.sqrt(g.size):  # of a random product's usual size
       raise ConfigError(f"opt_type={rule.name}: {type(response).__name__}.transpose is not that of its apply")
     columns = rule.column_arrays(parameter, value_of[label], g, arrays, response)
+    if not issubclass(type(columns), Mapping):
+      raise ConfigError(f"opt_type={rule.name}: column_arrays gives a {type(columns).__name__}, not a dict")
     if wrong := [name for name, x in columns.items() if name not in scales or jnp.shape(x) != g.shape]:
       given = f"'{wrong[0]}' of shape {jnp.shape(columns[wrong[0]])} for {label}, not {(*scales,)} of shape {g.shape}"
       raise ConfigError(f"opt_type={rule.name}: column_arrays gives {given}")
