@@ -284,6 +284,25 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("read", [lambda x_BT: jnp.roll(x_BT, 2, 0), lambda x_BT: -x_BT.mean(0, keepdims=True)])
+def test_an_objective_whose_units_read_each_other_is_refused(read, monkeypatch, tmp_path, capsys):
+  """Also by slices that train apart, each of which has all rows of the comparison."""
+
+  class Coupled(PairMean):
+    def measured_head(self, model, x, batch):
+      losses_BT, weights_BT, metrics = super().measured_head(model, x, batch)
+      return losses_BT + 0.05 * read(losses_BT), weights_BT, metrics
+
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Coupled))
+  apart = {"enable_diloco": True, "dcn_data_parallelism": 2, "ici_data_parallelism": 4}
+  keys = RUN | (apart if read(np.ones((4, 1)))[0, 0] < 0 else {})
+  arguments = [f"{key}={value}" for key, value in keys.items()]
+  with tiny.cheap_compilation():
+    assert train.main([*arguments, f"base_output_directory={tmp_path}", "ghost_val_sets=words"]) == 2
+  assert "objective=pair_mean: losses of a row change with other rows, by" in capsys.readouterr().err
+  assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def trained(folder):
   arguments = [f"{key}={value}" for key, value in RUN.items()]
   with tiny.cheap_compilation():

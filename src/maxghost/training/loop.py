@@ -125,6 +125,7 @@ class TrainingLoop:
     name = "plain_step" if is_plain else "train_step"
     self._sinks.watch(step, f"waits until {name} is compiled")
     run = self._program.function(name)
+    self._program.check_objective(self._cfg, self._state, fetched.arrays)
     self._sinks.watch(step, f"starts {name}", name, bounded=True)
     self._state, outputs = run(self._state, fetched.arrays, () if is_plain else self._validation.batches(step))
     self._read_started()
