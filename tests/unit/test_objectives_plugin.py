@@ -222,6 +222,7 @@ def test_what_a_step_cannot_use_is_named(metric, said, monkeypatch):
     (lambda losses, weights, metrics: (losses, weights, metrics | {"learning/loss": losses.sum()}), "name of a step's"),
     (lambda losses, weights, metrics: (losses, weights, metrics | {"own/x": losses}), "own/x is no array of shape"),
     (lambda losses, weights, metrics: (losses, weights, metrics | {"own/x": 1}), "own/x is no array of shape"),
+    (lambda losses, weights, metrics: (losses, weights * jnp.exp(-losses), metrics), "weights depend on the model's p"),
   ],
 )
 def test_what_an_objective_returns_in_another_form_is_named(wrong, said, monkeypatch):
@@ -230,7 +231,7 @@ def test_what_an_objective_returns_in_another_form_is_named(wrong, said, monkeyp
       return wrong(*super().measured_head(model, x, batch))
 
   monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Wrong))
-  with pytest.raises(ConfigError, match=said):
+  with pytest.raises(ValueError, match=said):
     Run(batch=TRAIN[0], objective=NAME, per_device_batch_size=6, ghost_enabled=False).step(TRAIN[0])
 
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
@@ -26,6 +25,7 @@ from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import Objective, as_objective, create
+from maxghost.objectives.base import refuse_loss
 from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
@@ -141,7 +141,7 @@ class GhostEngine:
     except TypeError as error:
       raise ValueError(f"the model has a static attribute that cannot be hashed ({error}); make it a tuple") from error
     if key not in self._compiled:
-      _refuse_loss(model, as_objective(loss_fn), train_batch)
+      refuse_loss(model, as_objective(loss_fn), train_batch)
       program = self._compile(model, graphdef, as_objective(loss_fn), train_batch, val_batches, many)
       if self._schedule == "concat" and state is None:  # which holds no direction for `_refuse_incomplete`
         other = copy.copy(self)
@@ -323,23 +323,6 @@ def _globals(code: types.CodeType) -> list[str]:
   """Names of the globals that code loads; its `co_names` are also those of attributes."""
   inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _globals(part)]
   return [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"] + inner
-
-
-def _refuse_loss(model, objective: Objective, batch) -> None:
-  """Raises ValueError for a loss that depends on random numbers which the model draws (`score` does not change it), and
-  for weights that depend on parameters, as then the batch loss has parts that are of no example."""
-  graphdef, counts, params, rest = nnx.split(model, nnx.RngCount, nnx.Param, ...)
-
-  def run(scale, counts, params, rest, batch):
-    measured = lambda params: objective(nnx.merge(graphdef, counts, params, rest, copy=True), batch)  # noqa: E731
-    return measured(params), jax.grad(lambda params: jnp.sum(scale * measured(params)[1]))(params)
-
-  jaxpr = jax.make_jaxpr(run)(1.0, counts, params, rest, batch).jaxpr
-  scale, *reads = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-  if any(reads[: len(jax.tree.leaves(counts))]):
-    raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
-  if scale:
-    raise ValueError("weights depend on the model's parameters: return jax.lax.stop_gradient(weights)")
 
 
 def _counting(objective: Objective, counted) -> Objective:

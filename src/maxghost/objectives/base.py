@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxghost.config import Config, plugins
 from maxghost.data.types import Batch
@@ -190,3 +192,20 @@ class PlainLoss(Objective):
 def as_objective(loss_fn: Callable) -> Objective:
   """Wraps a function that is not an Objective in a `PlainLoss`."""
   return loss_fn if isinstance(loss_fn, Objective) else PlainLoss(loss_fn)
+
+
+def refuse_loss(model: nnx.Module, objective: Objective, batch, wrt: Any = nnx.Param) -> None:
+  """Raises ValueError for a loss that depends on random numbers which the model draws (a score does not change it), and
+  for weights that depend on the parameters `wrt`, as then the batch loss has parts that are of no example."""
+  graphdef, counts, params, rest = nnx.split(model, nnx.RngCount, wrt, ...)
+
+  def run(scale, counts, params, rest, batch):
+    measured = lambda params: objective(nnx.merge(graphdef, counts, params, rest, copy=True), batch)  # noqa: E731
+    return measured(params), jax.grad(lambda params: jnp.sum(scale * measured(params)[1]))(params)
+
+  jaxpr = jax.make_jaxpr(run)(1.0, counts, params, rest, batch).jaxpr
+  scale, *reads = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+  if any(reads[: len(jax.tree.leaves(counts))]):
+    raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
+  if scale:
+    raise ValueError("weights depend on the model's parameters: return jax.lax.stop_gradient(weights)")

@@ -16,6 +16,7 @@ from maxghost.ghost import ledger
 from maxghost.ghost.schedules import Model, passes
 from maxghost.models import autodiff, qk_clip
 from maxghost.objectives import Objective, create, of_validation
+from maxghost.objectives.base import refuse_loss
 from maxghost.optimizers import by_label, factor_of, learning_rate_schedule, scaled
 from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain, constrain_state
@@ -97,13 +98,16 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
 
 def _check_objective(objective: Objective, graphdef, state, batch) -> None:
-  """Raises ConfigError if what `measured` of the user's own objective returns is no (losses, weights, metrics)."""
+  """Raises ConfigError if what `measured` of the user's own objective returns is no (losses, weights, metrics), and
+  ValueError for weights that depend on the parameters."""
   train_state, wanted = nnx.merge(graphdef, state), batch["inputs"].shape
-  found: Any = objective.measured(train_state.model, *referenced(objective, train_state, batch))
+  (batch,) = referenced(objective, train_state, batch)
+  found: Any = objective.measured(train_state.model, batch)
   forms = [getattr(x, "shape", type(x).__name__) for x in (found if isinstance(found, tuple) else (found,))]
   if forms != [wanted, wanted, "dict"]:
     said = f"objective={objective.name}: measured returns {', '.join(map(str, forms))}"
     raise ConfigError(f"{said}; return (losses, weights, metrics): arrays of shape {wanted}, and a dict")
+  refuse_loss(train_state.model, objective, batch, train_state.optimizer.wrt)
 
 
 def _clipped_update(cfg: Config, grads):
