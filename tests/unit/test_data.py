@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -445,3 +447,16 @@ def test_a_source_with_too_few_texts_is_named():
   documents = some_documents([40] * 30).documents
   with pytest.raises(config.ConfigError, match=r"Short.texts gives \d+ texts for \d+ documents"):
     next(make(Short(documents, ("a", "b", "c")), ghost_val_copies="keep").train)
+
+
+def test_a_text_that_many_rows_of_parquet_share_counts_for_each(tmp_path):
+  """A dictionary holds it once, and the file's footer has the size of the dictionary."""
+  pq.write_table(pa.table({"text": ["a line of eighteen"] * 50}), tmp_path / "x.parquet")
+  keys = {"dataset_type": "text", "dataset_files": (f"x={tmp_path}/x.parquet",), "ghost_val_sets": ("x",)}
+
+  def load(length):
+    return data.load_dataset(config.replace(config.Config(), **keys, max_target_length=length).data)
+
+  assert load(900).source.domains == ("x",)
+  with pytest.raises(config.ConfigError, match="max_target_length=901 is longer than all the text, 900 bytes"):
+    load(901)

@@ -73,8 +73,11 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
   if batch_size % cfg.dataset_shards:
     said = f"dataset_shards={cfg.dataset_shards} does not divide the global batch of {batch_size} rows"
     raise ConfigError(f"{said}; use one of {', '.join(map(str, divisors(batch_size)))}")
-  if source.num_bytes < cfg.max_target_length:
-    said = f"max_target_length={cfg.max_target_length} is longer than all the text, {source.num_bytes} bytes"
+  if (size := source.num_bytes) < cfg.max_target_length and not isinstance(source, PreparedSource):
+    # Parquet's footer counts a text once that many rows have.
+    size = sum(len(one) for one in read_or_skip(source.texts, np.arange(len(source))) if one)
+  if size < cfg.max_target_length:
+    said = f"max_target_length={cfg.max_target_length} is longer than all the text, {size} bytes"
     raise ConfigError(f"{said}; use a shorter row or more data")
   parts = _parts(source, cfg, seed, tokenizer, layout, records)
   parts[0] = dataclasses.replace(parts[0], answer_length=answer_length) if answer_length else parts[0]
