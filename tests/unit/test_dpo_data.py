@@ -83,9 +83,11 @@ def test_both_responses_are_in_the_same_slot_of_adjacent_rows(tmp_path, form):
   assert len(val.document_BS) == 4 and set(val.document_BS[val.document_BS >= 0].tolist()) <= held_out
 
 
-def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path):
+@pytest.mark.parametrize("others", [("prompt", "chosen", "rejected"), ()])
+def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path, others):
+  """Named beside the other columns, or alone."""
   records = [r | {"ref_chosen_logps": -i - 0.5, "ref_rejected_logps": -2.0 * i} for i, r in enumerate(pairs(20))]
-  columns = ("prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps")
+  columns = (*others, "ref_chosen_logps", "ref_rejected_logps")
   made, cfg = dataset(write(tmp_path / "p.jsonl", records), train_data_columns=columns)
   assert cfg.reference == ""
   batch = next(made.train)
