@@ -23,7 +23,7 @@ import pytest
 import scipy.stats
 from attribution_runs import make_run
 
-from maxghost import attribution, config, report, scores
+from maxghost import attribution, report, scores
 from maxghost.attribution import live, report_text, statistics
 from maxghost.attribution import summary as summary_module
 from maxghost.attribution.html import render
@@ -109,23 +109,6 @@ def test_ledger_and_domains_by_hand(tmp_path):
   assert "over 1 step (0 to 0). 33\u202f% of the predicted drop came on top" in report_text.ledger_sentence(
     without_close
   )
-
-
-def test_a_loss_of_pairs_is_no_mean_over_tokens(tmp_path):
-  """Of the run's objective, or of each set's where the configuration names it."""
-  steps = [({"val_loss": [2.0, 5.0], "predicted_examples": [0.5, 1.0]}, [("a", "x", 0, 0, 10, [0.5, 1.0])])] * 2
-  run_dir = write_log(tmp_path / "r", steps, ("pairs", "web"), closing=[1.5, 4.5], objective="dpo")
-  (run_dir / "metrics.jsonl").write_text('{"step": 0, "learning/loss": 0.69}\n{"step": 1, "learning/loss": 0.6}\n')
-  assert [part.ledger.unit for part in summarize(attribution.load(run_dir)).sets] == ["pair", "pair"]
-  keys = ("objective=dpo", "dataset_type=text", "dataset_files=[pairs=p.jsonl]")
-  cfg = config.load(*keys, "ghost_val_sets=[pairs,web=w/*.jsonl@next_token]")
-  config.save(cfg, run_dir / "config.yml")
-  told = summarize(attribution.load(run_dir))
-  of_pairs, of_tokens = told.sets
-  assert report_text.headline(of_pairs) == "The pairs validation loss fell 0.500 nats per pair."
-  assert report_text.headline(of_tokens) == "The web validation loss fell 0.500 nats per token."
-  page = render(told)
-  assert "nats per pair, first and last" in page and page.count(">training<") == 1  # not beside a loss of tokens
 
 
 def test_a_step_whose_successor_was_not_scored_has_no_measured_drop(tmp_path):

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxghost.config import ConfigError, DataConfig
-from maxghost.config.plugins import REFERENCE_COLUMNS
+from maxghost.config import ConfigError, DataConfig, plugins
 from maxghost.config.values import MOST, divisors
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
@@ -108,7 +107,7 @@ def kept(cfg: DataConfig, records: str) -> DataConfig:
   asked, known = cfg.train_data_columns, COLUMNS[records]
   if asked != ("text",):
     check_known("train_data_columns", asked, known, f"the objective, which reads {records},")
-  usual = not {*asked} - {"text", *REFERENCE_COLUMNS}  # log-probabilities alone are no pairs: beside the usual columns
+  usual = not {*asked} - {"text", *plugins.REFERENCE_COLUMNS}  # log-probabilities alone: beside the usual ones
   return dataclasses.replace(cfg, train_data_columns=Kept(known if usual else asked))
 
 
