@@ -56,6 +56,8 @@ def test_the_bias_of_a_router_comes_with_those_of_its_experts():
     ("dataset_type=tfds dataset_name=lm1b:1.1.0", {"dataset_files": ("lm1b:1.1.0",)}),
     ("dataset_type=hf hf_path=/x", {"dataset_files": ("/x",)}),
     ("packing=yes", {"packing": "first_fit"}),
+    ("scale_rewards=True", {"scale_rewards": "group"}),
+    ("scale_rewards=false", {"scale_rewards": "none"}),
     ("packing=true grain_packing_type=concat_then_split", {"packing": "concat_then_split"}),
     ("enable_checkpointing=true checkpoint_period=7", {"checkpoint_period": 7}),
     ("compile_topology=v5e-16 compile_topology_num_slices=2", {"compile_topology": "2xv5e-16"}),

@@ -25,12 +25,16 @@ NEEDS = {  # what a value of the other key needs
   "grpo": ("packing=none",), "distill": ("distill_teacher=teacher",), "true": ("dcn_data_parallelism=2",),
 }  # fmt: skip
 REFUSED = {"sft_train_on_completion_only": {"grpo"}}  # pairs that a check refuses
-MARKED = {name: field.metadata["unread"] for name, field in config.fields().items() if field.metadata["unread"]}
+MARKED = [
+  (name, *mark.split("="))
+  for name, field in config.fields().items()
+  for mark in filter(None, field.metadata["unread"].split(";"))
+]
 TRACED = [
-  (name, value)
-  for name, text in MARKED.items()
-  for value in text.partition("=")[2].split("|")
-  if text.partition("=")[0] in ("rope_type", "use_qk_clip", "num_experts", "mtp_num_layers", "num_vocab_tiling",
+  (name, other, value)
+  for name, other, text in MARKED
+  for value in text.split("|")
+  if other in ("rope_type", "use_qk_clip", "num_experts", "mtp_num_layers", "num_vocab_tiling",
                                 "lr_schedule_type", "opt_type", "lora_rank") and name not in DRAWS
 ]  # fmt: skip
 
@@ -58,9 +62,9 @@ def traced(*keys: str) -> str:
   return str(jax.make_jaxpr(step)(abstract, batch, ()))
 
 
-@pytest.mark.parametrize(("name", "value"), TRACED)
-def test_the_step_is_the_same_with_another_value_of_an_unread_key(name, value):
-  keys = (f"{MARKED[name].partition('=')[0]}={value}", *NEEDS.get(value, ()))
+@pytest.mark.parametrize(("name", "other", "value"), TRACED)
+def test_the_step_is_the_same_with_another_value_of_an_unread_key(name, other, value):
+  keys = (f"{other}={value}", *NEEDS.get(value, ()))
   keys = tuple(key for key in keys if not key.startswith(f"{name}="))
   assert traced(*keys, f"{name}={other_value(name)}") == traced(*keys)
 
@@ -75,16 +79,33 @@ def test_the_step_changes_with_a_key_that_is_read(name, keys):
   assert traced(*keys, f"{name}={other_value(name)}") != traced(*keys)
 
 
-@pytest.mark.parametrize("name", MARKED)
-def test_marks_name_valid_values_and_other_ones_are_without_a_note(name):
-  other, _, text = MARKED[name].partition("=")
+@pytest.mark.parametrize(("name", "other", "text"), MARKED)
+def test_marks_name_valid_values_and_other_ones_are_without_a_note(name, other, text):
   field, found = config.fields()[other], set(text.split("|"))
   choices = {False: {"true", "false"}, True: set(field.metadata["choices"])}[bool(field.metadata["choices"])]
   assert found <= choices or found == {"[]" if field.default == () else str(field.metadata["minimum"])}
   read = choices - found if found <= choices else {"[[mlp,tensor]]" if field.default == () else "2"}
   for value in read - set(plugins.OF_VALIDATION) - REFUSED.get(name, set()):
     notes = config.load_with_origins(f"{other}={value}", *NEEDS.get(value, ()), f"{name}={other_value(name)}").notes
-    assert not any("is not read" in note for note in notes)
+    assert not any(note.startswith(f"{name}=") and f"is not read with {other}=" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    (("objective=dpo", "dpo_algo=orpo", "dpo_beta=0.3"), "dpo_beta=0.3 (command line) is not read with dpo_algo=orpo"),
+    (("objective=dpo", "orpo_lambda=0.7"), "orpo_lambda=0.7 (command line) is not read with dpo_algo=sigmoid"),
+    (
+      ("objective=dpo", "dpo_algo=ipo", "simpo_gamma=1"),
+      "simpo_gamma=1.0 (command line) is not read with dpo_algo=ipo",
+    ),
+    (("objective=grpo", "packing=none", "grpo_kl=k2"), "grpo_kl=k2 (command line) is not read with grpo_beta=0.0"),
+    (("packing=none", "max_segments_per_seq=3"), "max_segments_per_seq=3 (command line) is not read with packing=none"),
+    (("grpo_kl=k2",), "grpo_kl=k2 (command line) is not read with objective=next_token"),
+  ],
+)
+def test_a_key_that_another_key_of_its_objective_turns_off_is_noted(keys, said):
+  assert config.load_with_origins(*keys).notes == (said,)
 
 
 def test_a_key_of_another_objective_is_noted():

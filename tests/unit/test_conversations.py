@@ -266,6 +266,7 @@ def test_the_form_of_sharegpt_says_the_same_as_messages(source):
     ({"prompt": "x", "completion": ""}, None, "the completion is empty"),
     ({"prompt": "x", "completion": TURNS}, None, "prompt is no list of messages"),
     ({"prompt": "x", "completion": None}, None, "it has no completion"),
+    ({"prompt": None, "completion": "x"}, None, "completion is a text, but its prompt is none; write both"),
     ({"prompt": "x", "completion": 5}, None, "completion is no list of messages"),
     ({"text": "x"}, None, "it has no messages"),
     ({"prompt": TURNS[:2], "completion": TURNS[1:2]}, None, "no turn of the assistant"),

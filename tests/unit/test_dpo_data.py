@@ -4,6 +4,7 @@ B = 2 U rows, T positions, S segments of a row.
 """
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import tiny
 from train_steps import Run
 
 from maxghost import config, data, scorelog, train
+from maxghost.attribution import html, report_text, summary
 from maxghost.config import ConfigError
 
 SAID = [{"role": "assistant", "content": "b"}]
@@ -81,9 +83,11 @@ def test_both_responses_are_in_the_same_slot_of_adjacent_rows(tmp_path, form):
   assert len(val.document_BS) == 4 and set(val.document_BS[val.document_BS >= 0].tolist()) <= held_out
 
 
-def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path):
+@pytest.mark.parametrize("others", [("prompt", "chosen", "rejected"), ()])
+def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path, others):
+  """Named beside the other columns, or alone."""
   records = [r | {"ref_chosen_logps": -i - 0.5, "ref_rejected_logps": -2.0 * i} for i, r in enumerate(pairs(20))]
-  columns = ("prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps")
+  columns = (*others, "ref_chosen_logps", "ref_rejected_logps")
   made, cfg = dataset(write(tmp_path / "p.jsonl", records), train_data_columns=columns)
   assert cfg.reference == ""
   batch = next(made.train)
@@ -188,6 +192,11 @@ def test_a_run_on_pairs_is_logged_and_continues_bit_for_bit(tmp_path, capsys):
   for name in ("contribution", "contribution_rejected", "loss", "id"):
     np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
   first, *_, last = map(json.loads, (tmp_path / "whole" / "run" / "metrics.jsonl").read_text().splitlines())
+  told = summary.summarize(whole)
+  assert [part.ledger.unit for part in told.sets] == ["pair", "pair", "token"]
+  assert re.fullmatch(r"The pairs validation loss (fell|rose) \S+ nats per pair\.", report_text.headline(told.sets[0]))
+  page = html.render(told)
+  assert "nats per pair, first and last" in page and "nats per token, first" not in page
   assert first["learning/loss"] == pytest.approx(np.log(2), rel=1e-5)
   assert first["rewards/accuracies"] == first["rewards/margins"] == 0
   assert first["logps/chosen"] < 0 and last["rewards/margins"] != 0

@@ -42,9 +42,9 @@ def summarize(log, num_documents=20):
   return summary_module.summarize(log, num_documents, Source(log.run_dir))
 
 
-def write_log(run_dir, steps, val_sets=("manual",), closing=None, epochs=None):
+def write_log(run_dir, steps, val_sets=("manual",), closing=None, epochs=None, objective="next_token"):
   """steps: (step columns, rows of (domain, path, offset, chunk, tokens, contribution per set))."""
-  writer = Writer(run_dir, val_sets, period=3)
+  writer = Writer(run_dir, val_sets, period=3, objective=objective)
   writer.restore(None)
   for step, (record, rows) in enumerate(steps):
     contribution = np.array([row[5] for row in rows], float).reshape(len(rows), len(val_sets))

@@ -12,7 +12,7 @@ import pytest
 from attribution_runs import MODULES, make_run
 from test_report import write_log
 
-from maxghost import attribution, report, scores
+from maxghost import attribution, config, report, scores
 from maxghost.attribution import report_text, summary
 from maxghost.attribution.html import render
 from maxghost.attribution.html.charts import Line, line_chart, ticks
@@ -227,3 +227,20 @@ def test_the_set_of_a_loop_of_ones_own_is_not_called_twice():
   ledger = Ledger({"predicted_examples": 1.0}, np.array([3]), np.zeros(1), None)
   for name, words in names.items():
     assert report_text.headline(SimpleNamespace(name=name, ledger=ledger)).startswith(f"{words} was predicted")
+
+
+def test_a_loss_of_pairs_is_no_mean_over_tokens(tmp_path):
+  """Of the run's objective, or of each set's where the configuration names it."""
+  steps = [({"val_loss": [2.0, 5.0], "predicted_examples": [0.5, 1.0]}, [("a", "x", 0, 0, 10, [0.5, 1.0])])] * 2
+  run_dir = write_log(tmp_path / "r", steps, ("pairs", "web"), closing=[1.5, 4.5], objective="dpo")
+  (run_dir / "metrics.jsonl").write_text('{"step": 0, "learning/loss": 0.69}\n{"step": 1, "learning/loss": 0.6}\n')
+  assert [part.ledger.unit for part in summarize(attribution.load(run_dir)).sets] == ["pair", "pair"]
+  keys = ("objective=dpo", "dataset_type=text", "dataset_files=[pairs=p.jsonl]")
+  cfg = config.load(*keys, "ghost_val_sets=[pairs,web=w/*.jsonl@next_token]")
+  config.save(cfg, run_dir / "config.yml")
+  told = summarize(attribution.load(run_dir))
+  of_pairs, of_tokens = told.sets
+  assert report_text.headline(of_pairs) == "The pairs validation loss fell 0.500 nats per pair."
+  assert report_text.headline(of_tokens) == "The web validation loss fell 0.500 nats per token."
+  page = render(told)
+  assert "nats per pair, first and last" in page and page.count(">training<") == 1  # not beside a loss of tokens

@@ -1,5 +1,7 @@
 """Rewards of answers: the functions, their sum, and advantages over a group."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,18 @@ def test_what_has_no_order_and_an_exit_are_no_rewards(made, said):
 
   with pytest.raises(rewards.RolloutError, match=said):
     rewards.judge({"own": own}, ["p", "p"], ["a", "b"], {})
+
+
+def test_half_precision_numbers_are_rewards_and_their_infinity_is_not(recwarn):
+  for value in (2.5, np.inf, np.nan):
+    made = np.array([value, 1.0], np.float16)
+    judge = functools.partial(rewards.judge, {"own": lambda made=made, **_: made}, ["p", "p"], ["a", "b"], {})
+    if value == 2.5:
+      assert judge()["own"].tolist() == [2.5, 1.0]
+    else:
+      with pytest.raises(rewards.RolloutError, match=f"reward own is {value}, no finite number"):
+        judge()
+  assert not recwarn
 
 
 def test_a_file_of_rewards_is_named_with_what_it_has(tmp_path, monkeypatch):

@@ -26,13 +26,13 @@ def headline(part: SetSummary) -> str:
   if actual is None and part.ledger.columns["predicted_examples"] is None:
     return f"What the training examples were worth for the {loss_of(part.name)}."
   if actual is None:
-    moved = _moved(part.ledger.predicted, "fall", "rise", "stay as it is")
+    moved = _moved(part.ledger, part.ledger.predicted, "fall", "rise", "stay as it is")
     return f"The {loss_of(part.name)} was predicted to {moved}; no drop was measured."
-  return f"The {loss_of(part.name)} {_moved(actual, 'fell', 'rose', 'did not change')}."
+  return f"The {loss_of(part.name)} {_moved(part.ledger, actual, 'fell', 'rose', 'did not change')}."
 
 
-def _moved(drop: float, down: str, up: str, still: str) -> str:
-  return f"{down if drop > 0 else up} {number(abs(drop))} nats per token" if drop else still
+def _moved(ledger: Ledger, drop: float, down: str, up: str, still: str) -> str:
+  return f"{down if drop > 0 else up} {number(abs(drop))} nats per {ledger.unit}" if drop else still
 
 
 def lead(part: SetSummary, behind: str = "") -> str:
@@ -79,14 +79,14 @@ def ledger_sentence(ledger: Ledger) -> str:
     text += "first order predicts; it belongs to the step as a whole and is not divided among documents."
   if actual is None or rest is None or abs(rest) <= LARGE_REST * abs(predicted):
     return text
-  direction = "drop" if predicted > 0 else "rise"
+  direction, moved = "drop" if predicted > 0 else "rise", _moved(ledger, actual, "fell", "rose", "did not change")
   if predicted * actual > 0:
     share = percent(abs(rest / predicted))
     text += f" {share} of the predicted {direction} {'did not happen' if rest * predicted < 0 else 'came on top'}:"
   elif predicted:
-    text += f" The measured loss {_moved(actual, 'fell', 'rose', 'did not change')}, against a predicted {direction}:"
+    text += f" The measured loss {moved}, against a predicted {direction}:"
   else:
-    text += f" No change was predicted, but the measured loss {_moved(actual, 'fell', 'rose', '')}:"
+    text += f" No change was predicted, but the measured loss {moved}:"
   text += " the prediction does not explain these steps. Read the contributions as a comparison of documents and "
   return f"{text}domains, not as exact nats."
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxghost import config
 from maxghost.attribution import aggregate, statistics, token_values
 from maxghost.attribution.aggregate import Groups, TimeSums
 from maxghost.attribution.metrics import Series, read_mapping, read_metrics
 from maxghost.attribution.numbers import integer, number
 from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, plugins
 from maxghost.scorelog.reader import ScoreLog
 
 CURVE_BINS = 240
@@ -66,6 +67,7 @@ class Ledger(NamedTuple):
   columns: parts of the prediction by the log's names; None if not logged. steps: those counted. predicted_S: per step,
   with curvature. actual_S: per step; None if no drop is known. curvature: what the trapezoid rule adds to the columns;
   None if unknown. ahead: curvature that they contain, because the steps expected it; None: they are of first order.
+  unit: what the loss is a mean of, as `unit_of`.
   """
 
   columns: dict[str, float | None]
@@ -74,6 +76,7 @@ class Ledger(NamedTuple):
   actual_S: np.ndarray | None
   curvature: float | None = None
   ahead: float | None = None
+  unit: str = "token"
 
   @property
   def columns_sum(self) -> float:
@@ -297,7 +300,23 @@ def _ledger(log: ScoreLog, k: int) -> Ledger:
   parts = (*columns.values(), curvature_S, steps["predicted_curvature"][:, k])
   *totals, curvature, ahead = (float(np.nansum(v)) if np.isfinite(v).any() else None for v in parts)
   actual_S = drops[measured] if measured.any() else None
-  return Ledger(dict(zip(columns, totals, strict=True)), steps["step"], predicted_S, actual_S, curvature, ahead)
+  sums = dict(zip(columns, totals, strict=True))
+  return Ledger(sums, steps["step"], predicted_S, actual_S, curvature, ahead, _set_unit(log, log.val_sets[k]))
+
+
+def unit_of(objective: str) -> str:
+  """What a loss of this objective is a mean of: "token", or "pair" of responses."""
+  return "pair" if objective in plugins.OBJECTIVES and plugins.OBJECTIVES[objective].records == "pairs" else "token"
+
+
+def _set_unit(log: ScoreLog, name: str) -> str:
+  """`unit_of` a validation set's objective; of the run's, where no configuration names the set."""
+  try:
+    cfg = config.load(log.run_dir / "config.yml")
+    named = dict(zip(cfg.data.validation_sets, cfg.set_objectives, strict=False))
+  except ConfigError:
+    named = {}
+  return unit_of(named.get(name, log.objective))
 
 
 def curvatures(log: ScoreLog, k: int) -> np.ndarray:

@@ -91,9 +91,9 @@ def _unread(loaded: Loaded, own: tuple[str, ...]) -> Iterator[str]:
   in_use = {key: {values.shown(value)} for key, value in flat.items()}
   in_use["objective"].update(of_sets)
   for name, field in fields().items():
-    (other, _, without), origin = field.metadata["unread"].partition("="), loaded.origins[name]
-    unread = bool(other) and in_use[other] <= set(without.split("|"))
-    if unread and flat[name] != field.default and origin.startswith(own):
+    marks = (text.partition("=") for text in field.metadata["unread"].split(";") if text)
+    other = next((key for key, _, without in marks if in_use[key] <= set(without.split("|"))), "")
+    if other and flat[name] != field.default and (origin := loaded.origins[name]).startswith(own):
       yield f"{name}={values.shown(flat[name])} ({origin}) is not read with {other}={values.shown(flat[other])}"
 
 

@@ -27,7 +27,7 @@ WEIGHTS_ONLY = ("int8w", "int4w")  # values of `quantization` for models that ar
 def key(default: Any, *, choices: Collection | Callable = (), minimum: float | None = None,
         maximum: float | None = None, unread: str = "") -> Any:  # fmt: skip
   """A config field; `choices` or `minimum`/`maximum` bound the value. choices: a table or a function where plug-ins add
-  some later. unread: "other=a|b", values of another key with which no run reads this one; then a note says so."""
+  some later. unread: "other=a|b;third=c", values of other keys with which no run reads this one; a note says so."""
   if maximum is None and type(default) is int:
     maximum = MOST
   limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
@@ -154,7 +154,7 @@ class DataConfig:
   max_target_length: int = key(256, minimum=2)
   per_device_batch_size: int = key(8, minimum=1)
   packing: str = key("first_fit", choices=("first_fit", "concat_then_split", "none"))
-  max_segments_per_seq: int = key(-1, minimum=-1)
+  max_segments_per_seq: int = key(-1, minimum=-1, unread="packing=none")
   shuffle_window_bytes: int = key(8_388_608, minimum=1, maximum=10**15)
   dataset_shards: int = key(1, minimum=1)
   add_bos: bool = key(True)
@@ -229,10 +229,10 @@ class OptimizerConfig:
   gradient_accumulation_steps: int = key(1, minimum=1)
   gradient_clipping_threshold: float = key(1.0, minimum=0.0)
   dpo_algo: str = key("sigmoid", choices=plugins.PREFERENCE_LOSSES, unread=_NO_PAIRS)
-  dpo_beta: float = key(0.1, minimum=1e-6, unread=_NO_PAIRS)
+  dpo_beta: float = key(0.1, minimum=1e-6, unread=f"{_NO_PAIRS};dpo_algo=orpo")
   dpo_label_smoothing: float = key(0.0, minimum=0.0, maximum=0.499999, unread=_NO_PAIRS)
-  orpo_lambda: float = key(0.1, minimum=0.0, unread=_NO_PAIRS)
-  simpo_gamma: float = key(0.5, minimum=0.0, unread=_NO_PAIRS)
+  orpo_lambda: float = key(0.1, minimum=0.0, unread=f"{_NO_PAIRS};dpo_algo=sigmoid|ipo|hinge|robust|simpo")
+  simpo_gamma: float = key(0.5, minimum=0.0, unread=f"{_NO_PAIRS};dpo_algo=sigmoid|ipo|hinge|robust|orpo")
   distill_teacher: str = key("")
   distill_alpha: float = key(0.5, minimum=0.0, maximum=1.0, unread=_NO_TEACHER)
   distill_temperature: float = key(1.0, minimum=1e-3, unread=_NO_TEACHER)
@@ -254,7 +254,7 @@ class RolloutConfig:
   grpo_loss_type: str = key("dapo", choices=("dapo", "grpo", "dr_grpo"), unread=_NO_SAMPLES)
   grpo_epsilon: tuple[float, float] = key((0.2, 0.2), minimum=1e-4, unread=_NO_SAMPLES)
   grpo_beta: float = key(0.0, minimum=0.0, unread=_NO_SAMPLES)
-  grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"), unread=_NO_SAMPLES)
+  grpo_kl: str = key("rho_k3", choices=("rho_k3", "k2"), unread=f"{_NO_SAMPLES};grpo_beta=0.0")
   mask_truncated_completions: bool = key(False, unread=_NO_SAMPLES)
 
 

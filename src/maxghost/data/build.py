@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxghost.config import ConfigError, DataConfig
+from maxghost.config import ConfigError, DataConfig, plugins
 from maxghost.config.values import MOST, divisors
 from maxghost.data import sources
 from maxghost.data.conversations import ConversationUnits, PairUnits, Rendering
@@ -110,7 +110,8 @@ def kept(cfg: DataConfig, records: str) -> DataConfig:
   asked, known = cfg.train_data_columns, COLUMNS[records]
   if asked != ("text",):
     check_known("train_data_columns", asked, known, f"the objective, which reads {records},")
-  return dataclasses.replace(cfg, train_data_columns=Kept(known if asked == ("text",) else asked))
+  usual = not {*asked} - {"text", *plugins.REFERENCE_COLUMNS}  # log-probabilities alone: beside the usual ones
+  return dataclasses.replace(cfg, train_data_columns=Kept(known if usual else asked))
 
 
 def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, layout: Layout, records) -> list[Units]:

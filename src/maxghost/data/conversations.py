@@ -55,6 +55,8 @@ def read(text: bytes) -> Conversation:
     return Conversation(plain=(prompt, completion))
   if turns or not {"prompt", "completion"} & record.keys():
     before, messages = (), messages_of(record.get(turns), turns or "messages")
+  elif isinstance(completion, str):
+    raise ValueError("its completion is a text, but its prompt is none; write both as texts or as lists of messages")
   else:
     messages, before = messages_of(completion, "completion"), messages_of(prompt, "prompt")
   if not any(message["role"] == "assistant" for message in messages):

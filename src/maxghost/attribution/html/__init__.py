@@ -13,7 +13,7 @@ from maxghost.attribution import numbers, report_text, statistics
 from maxghost.attribution.html.charts import NUM_COLORS, Line, bars, line_chart
 from maxghost.attribution.metrics import thin
 from maxghost.attribution.numbers import number
-from maxghost.attribution.summary import CURVE_BINS, SetSummary, Summary
+from maxghost.attribution.summary import CURVE_BINS, SetSummary, Summary, unit_of
 from maxghost.attribution.texts import snippet
 from maxghost.attribution.token_values import Marked
 from maxghost.config.values import printable
@@ -52,12 +52,11 @@ def _panel(summary: Summary, part: SetSummary) -> dict:
 
 def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[dict]:
   train, validation, reward = (thin(s, CURVE_BINS) for s in (summary.train_loss, part.val_loss, summary.reward))
-  losses = [Line("validation", validation.steps, validation.values, FIRST_CURVE)]
-  if not len(summary.reward):  # else the training loss is no likelihood
+  losses, ledger, drops = [Line("validation", validation.steps, validation.values, FIRST_CURVE)], part.ledger, []
+  if not len(summary.reward) and unit_of(summary.facts["objective"]) == ledger.unit:  # else it is another kind of loss
     losses.insert(0, Line("training", train.steps, train.values, NUM_COLORS - 1, faint=True))
   if len(summary.eval_loss) and part.index == 0:
     losses.append(Line("evaluation", summary.eval_loss.steps, summary.eval_loss.values, SECOND_CURVE, dots=True))
-  ledger, drops = part.ledger, []
   if ledger.actual_S is not None:
     picked = statistics.block_edges(len(ledger.steps) - 1, CURVE_BINS)
     curves = (("predicted", ledger.predicted_S, FIRST_CURVE), ("measured", ledger.actual_S, SECOND_CURVE))
@@ -67,10 +66,10 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
   rewards = [Line("reward", reward.steps, reward.values, FIRST_CURVE)]
   return [
     *([line_chart("Mean reward of the answers", rewards, steps, "reward", zero=True)] if len(reward) else []),
-    line_chart("Loss", losses, steps, "nats per token"),
+    line_chart("Loss", losses, steps, f"nats per {ledger.unit}"),
     line_chart("Cumulative contribution of each domain", cumulative, steps, "nats", zero=True),
     line_chart("Value of a domain over time", value, steps, "nats per million tokens", zero=True),
-    line_chart("Cumulative predicted and measured drop", drops, steps, "nats per token", zero=True),
+    line_chart("Cumulative predicted and measured drop", drops, steps, f"nats per {ledger.unit}", zero=True),
   ]
 
 
