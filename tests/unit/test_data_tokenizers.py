@@ -226,6 +226,17 @@ def test_a_saved_tokenizer_is_the_same(made, kind, tmp_path):
     assert saved.decode(after) == original.decode(before)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")])
+def test_an_export_has_the_tokenizer_by_the_name_that_transformers_reads(kind, name, made, tmp_path):
+  """Also of one whose file has another name, beside the file of another one."""
+  own = shutil.copyfile(load(made, kind).path, tmp_path / "own.x")
+  (tmp_path / name).write_text("of another one")
+  target = tmp_path / "out"
+  target.mkdir()
+  tokenizer_files.export(kind, tmp_path / "own.x", target)
+  assert (target / name).read_bytes() == own.read_bytes()
+
+
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
 def test_a_tokenizer_of_which_a_full_disk_took_a_part_is_saved_whole_next_time(made, kind, tmp_path):
   resource, original = pytest.importorskip("resource"), load(made, kind)

@@ -46,6 +46,14 @@ def copy(source: Path, target: Path, files: Sequence[str] = HUGGINGFACE_FILES) -
       _copy_file(file, kept)
 
 
+def export(kind: str, path: Path, target: Path) -> None:
+  """Copies the files of the tokenizer in a folder or file under the names that transformers reads; none of tiktoken."""
+  if kind != tokenizers.TIKTOKEN:
+    copy(path if path.is_dir() else path.parent, target)
+    if path.is_file():
+      _copy_file(path, target / ("tokenizer.json" if kind == tokenizers.HUGGINGFACE else "tokenizer.model"))
+
+
 def _copy_file(source: Path, target: Path) -> None:
   with write_whole(target) as file:
     file.write(source.read_bytes())

@@ -98,14 +98,15 @@ def export_model(source: str | Path, target: str | Path, *, cfg: config.Config |
     write_tensors(temporary, tensors, shard_bytes)
     write_json(temporary / huggingface.CONFIG_JSON, content, indent=2, sort_keys=True)
     if cfg.data.tokenizer_path:
-      folder = Path(cfg.data.tokenizer_path)
-      tokenizer_files.copy(folder if folder.is_dir() else folder.parent, temporary)
+      tokenizer_files.export(cfg.data.tokenizer_type, Path(cfg.data.tokenizer_path), temporary)
     elif cfg.data.tokenizer_type == "byte":
       tokenizer_files.write_bytes(temporary, cfg.data.add_bos, cfg.data.chat_template_path)
     elif origin:  # a tokenizer that only transformers reads, and the tokens that end a text
       for folder in (origin.parent, origin.parent / tokenizer_files.FOLDER):
         tokenizer_files.copy(folder, temporary)
     check_written(checkpoint, huggingface.open_folder(temporary), params_only=True, ram_bytes=ram_bytes)
+  if cfg.data.tokenizer_type == "tiktoken":
+    say("note: without the tokenizer, as transformers reads no files of tiktoken")
   if cfg.model.decoder_block == "llama2" and cfg.model.base_emb_dim % cfg.model.base_num_query_heads:
     say("note: transformers 5 reads no Llama with a base_emb_dim that base_num_query_heads does not divide; 4 does")
   if cfg.model.decoder_block == "gpt_oss" and (limit := cfg.model.mlp_activations_limit) != 7:
