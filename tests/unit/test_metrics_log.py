@@ -230,6 +230,9 @@ RECORD = {
 def test_the_step_line_is_maxtexts_in_short_with_ghosts_part_behind():
   start = "completed step: 3, seconds: 0.045, Tokens/s/device: 2845, loss: 7.259"
   assert step_line(RECORD) == start
+  sampled = RECORD | {"rollout/mean_length": 3.0}
+  assert step_line(sampled) == f"{start}, reward: none, as no function judged an answer"
+  assert step_line(sampled | {"rollout/reward": 0.5}) == f"{start}, reward: 0.500"
   assert step_line(RECORD, ("manual",)) == f"{start}, val_loss: 5.500, drop: -0.00400, code: -0.00200"
   unmeasured = RECORD | {"ghost/val_loss/manual": math.nan}
   del unmeasured["ghost/actual_drop/manual"]

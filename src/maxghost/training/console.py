@@ -26,6 +26,8 @@ def step_line(record: Mapping[str, Any], val_sets: tuple[str, ...] = ()) -> str:
   line += f", Tokens/s/device: {record['perf/per_device_tokens_per_sec']:.0f}, loss: {record['learning/loss']:.3f}"
   if "rollout/reward" in record:
     line += f", reward: {record['rollout/reward']:.3f}"
+  elif "rollout/mean_length" in record:
+    line += ", reward: none, as no function judged an answer"
   for name in val_sets[:1]:
     over = f" over {record['ghost/account_steps']} steps" if "ghost/account_steps" in record else ""
     start = f"ghost/contribution/{name}/"
