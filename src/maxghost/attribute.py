@@ -40,9 +40,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = Parser("maxghost attribute", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("checkpoints", nargs="+", type=Path, metavar="CKPT", help="<run>/checkpoints/<step>, or <run> for all it has")
-  add("--data", nargs="+", default=[], metavar="DOMAIN=GLOB",
+  add("--data", action="extend", nargs="+", default=[], metavar="DOMAIN=GLOB",
       help=f"the documents to score: text, .jsonl or .parquet; or {RUN}: what the run has trained on")  # fmt: skip
-  add("--queries", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
+  add("--queries", action="extend", nargs="+", default=[], metavar="NAME=GLOB", help="texts to query with, by name")
   add("--output", type=Path, metavar="PATH", help="new folder for the score log; with --index a JSON file")
   add("--direction", default="", metavar="NAME", help=f"{', '.join(plugins.directions())} (the run's ghost_direction)")
   add("--method", default="", metavar="NAME", help="with --index: contribution, or the baseline less (contribution)")

@@ -50,7 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = Parser("maxghost generate", description=__doc__, epilog=EXAMPLES)
   add = parser.add_argument
   add("model", metavar="MODEL", help="run, checkpoint, imported folder, or Hugging Face folder")
-  add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or several texts, continued together")
+  add("--prompt", action="extend", nargs="+", default=[], metavar="TEXT", help="texts, which are continued together")
   add("--prompts", type=Path, metavar="FILE", help="more prompts, one per line")
   add("--max_new_tokens", type=int, default=64, metavar="N", help="maximum number of new tokens (64)")
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
@@ -58,7 +58,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--top_p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of share P (1)")
   add("--min_p", type=float, default=0.0, metavar="P", help="least probability, as a share of the highest (0)")
   add("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions (1)")
-  add("--stop", nargs="+", default=[], metavar="TEXT", help="stop before this text; the end token always stops")
+  add("--stop", action="extend", nargs="+", default=[], metavar="TEXT",
+      help="stop before these texts; the end token always stops")  # fmt: skip
   add("--seed", type=int, default=0, help="of the sampling (0)")
   add("--cache", type=int, default=0, metavar="N", help="positions of the cache; 0 = as needed (0)")
   add("--adapter", default="", metavar="FOLDER", help="LoRA adapter to merge in: folder of PEFT, or a run")

@@ -191,6 +191,8 @@ def test_ids_are_chosen_by_a_measure_and_summed_in_its_unit(run_dir, tmp_path, c
     assert scores.main([str(run_dir), *more, "--sort", "offset"]) == 2
     assert "--sort offset is no number to choose by" in capsys.readouterr().err
   assert not (tmp_path / "ids.jsonl").exists()
+  assert scores.main([str(run_dir), "--drop-below", "-1e-5", "--output", str(tmp_path / "few.jsonl")]) == 0
+  assert "few.jsonl: " in capsys.readouterr().out
   for scale, unit in (("nats", "nats"), ("per_lr", "nats per unit of learning rate")):
     assert scores.main([str(run_dir), *ids, "--scale", scale]) == 0
     assert f" {unit}; to train without them" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import meshes
 import pytest
 
 import maxghost
-from maxghost import cli, config, train
+from maxghost import attribute, cli, config, generate, train
 from maxghost.config import values
 from maxghost.config.values import guard
 from maxghost.training import devices
@@ -448,3 +448,11 @@ def test_a_run_needs_compilation():
         configure(config.Config())
   finally:
     jax.config.update("jax_disable_jit", False)
+
+
+def test_a_repeated_flag_adds_to_its_list():
+  given = ["run", "--data", "a=b", "--data", "c=d", "e=f", "--queries", "q=r", "--queries", "s=t", "--output", "new"]
+  args = attribute.parse(given)
+  assert (args.data, args.queries) == (["a=b", "c=d", "e=f"], ["q=r", "s=t"])
+  args = generate.parse(["run", "--prompt", "a", "--prompt", "b", "--stop", "c", "--stop", "d"])
+  assert (args.prompt, args.stop) == (["a", "b"], ["c", "d"])

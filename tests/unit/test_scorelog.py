@@ -498,6 +498,19 @@ def test_compaction_keeps_apart_what_was_said_of_the_files(tmp_path, name):
   np.testing.assert_array_equal(log["contribution"], before)
 
 
+def test_a_longer_file_of_another_run_does_not_cover_those_of_this_one(tmp_path):
+  for name, num_steps in (("own", 2), ("other", 4)):
+    writer = Writer(tmp_path / name, val_sets=(name,))
+    for step in range(num_steps):
+      writer.append({"step": step}, {}, [])
+    writer.close()
+  (foreign,) = (tmp_path / "other").rglob("dot_prod_log_iter_3.npz")
+  (own,) = (tmp_path / "own").rglob("dot_prod_log_iter_1.npz")
+  foreign.rename(own.parent / foreign.name)
+  with pytest.raises(ConfigError, match="of different runs"):
+    attribution.load(tmp_path / "own")
+
+
 def test_files_with_other_parts_are_not_mixed(tmp_path):
   for process, parts in enumerate((("chosen", "rejected"), ())):
     writer = Writer(tmp_path, process=(process, 1), parts=parts)

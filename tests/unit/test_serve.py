@@ -364,7 +364,7 @@ def test_sources_of_an_answer():
       wait.wait(20)
     if top == 99:
       raise ConfigError("the index has other weights")
-    return {"documents": [], "seconds": 0.5}
+    return {"documents": [{"path": "a\udcff.txt"}] * (top == 98), "seconds": 0.5}
 
   with serving(served(EchoBatcher(), sources=find), seconds=20.0) as port:
     ask = lambda **body: call(port, "/v1/sources", body)  # noqa: E731
@@ -373,6 +373,7 @@ def test_sources_of_an_answer():
     rendered = [256, *b"user: a\nassistant: "]
     assert asked == [([256, 97, 98], [99, 100], 10), (rendered, [99, 262, 257], 3)]
     assert ask(prompt="a", answer="b", top=99)[1]["error"]["message"] == "the index has other weights"
+    assert ask(prompt="a", answer="b", top=98)[1]["documents"] == [{"path": "a?.txt"}]  # a name that is no UTF-8
     wrong = (
       {},
       {"prompt": "a"},

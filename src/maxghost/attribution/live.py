@@ -99,9 +99,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def serve(server: http.server.HTTPServer) -> None:
   """Serves the live report until Ctrl-C."""
   print(f"live report: http://{ADDRESS}:{server.server_port}/ (only from this machine; Ctrl-C ends it)", flush=True)
-  try:
-    server.serve_forever()
-  except KeyboardInterrupt:
-    print("live report ended")
-  finally:
-    server.server_close()
+  with server:
+    try:
+      server.serve_forever()
+    except KeyboardInterrupt:
+      print("live report ended")

@@ -88,12 +88,10 @@ def _conditions(text: str, fields: tuple[str, ...]) -> Iterator[Condition]:
     at, column, sign, value = found.end(), found[1], found[2].replace("==", "="), found[3].strip()
     refuse_unknown(f"--where: unknown column {column!r}", column, (*ROW_COLUMNS, *fields))
     value = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
-    wrong = f"--where: {column}{sign}{value}: "
-    is_text = column in (*TEXTS, *fields)
-    if is_text and sign not in _TEXT_OPERATORS:
-      raise ConfigError(f"{wrong}a text takes {', '.join(_TEXT_OPERATORS)} (~ is a glob pattern)")
-    if not is_text and sign not in _OPERATORS:
-      raise ConfigError(f"{wrong}a number takes {', '.join(_OPERATORS)}")
+    wrong, is_text = f"--where: {column}{sign}{value}: ", column in (*TEXTS, *fields)
+    if sign not in (known := _TEXT_OPERATORS if is_text else _OPERATORS):
+      said = f"{wrong}a {'text' if is_text else 'number'} takes {', '.join(known)}"
+      raise ConfigError(said + " (~ is a glob pattern)" * is_text)
     kind, words = (int, "a whole number") if row_dtype(1, fields=fields)[column].kind == "i" else (float, "a number")
     try:
       yield Condition(column, sign, value if is_text else kind(value))

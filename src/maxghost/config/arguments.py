@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ class Parser(argparse.ArgumentParser):
 
   def __init__(self, *args: Any, **options: Any):
     super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    self._negative_number_matcher = re.compile(r"-\.?\d")  # else -1e-5 would be a flag
 
   def error(self, message: str):
     raise ConfigError(f"{message}; {self.prog} --help lists the arguments")

@@ -37,7 +37,7 @@ def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
   if not shards and lost:
     raise ConfigError(f"run_dir={run_dir}: none of {len(lost)} score files is readable ({lost[0]})")
   if shards:
-    log = ScoreLog(run_dir, drop_covered(shards), accept_lost_rows)
+    log = ScoreLog(run_dir, shards, accept_lost_rows)
     lost += [*_missing(log.shards, written), *_unread(folder)]
     lost += log.lost_beside(folder)
     if lost and not accept_lost_rows:
@@ -116,10 +116,10 @@ class ScoreLog(fmt.Frame):
   drop. columns: of the rows, with the fields of the documents behind. messages: sentences for the reader."""
 
   def __init__(self, run_dir: Path, shards: list[Shard], accept_lost_rows: bool):
-    self.run_dir, self.shards, self.accept_lost_rows = run_dir, shards, accept_lost_rows
+    self.run_dir, self.shards, self.accept_lost_rows = run_dir, drop_covered(shards), accept_lost_rows
     self.messages: list[str] = []
     self.val_sets, self.objective, self.parts = shards[0].val_sets, shards[0].objective, shards[0].parts
-    for shard in shards:
+    for shard in shards:  # also a covered file may be of another run
       if (shard.val_sets, shard.objective, shard.parts) != (self.val_sets, self.objective, self.parts):
         found = f"objective {shard.objective}, validation sets {', '.join((*shard.val_sets, *shard.parts))}"
         first = f"{shards[0].path.name} has {self.objective}, {', '.join((*self.val_sets, *self.parts))}"
@@ -129,7 +129,7 @@ class ScoreLog(fmt.Frame):
     self.fields = tuple(name for name in shards[0].fields if all(name in shard.fields for shard in shards))
     if partial := sorted({name for shard in shards for name in shard.fields} - set(self.fields)):
       self.messages.append(f"only some of the score files have the documents' {', '.join(partial)}")
-    self.num_rows = sum(shard.num_rows for shard in shards)
+    self.num_rows = sum(shard.num_rows for shard in self.shards)
     self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
   def __repr__(self) -> str:

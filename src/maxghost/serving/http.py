@@ -202,7 +202,8 @@ class Server:
     self._asked += 1
     try:
       work = asyncio.get_running_loop().run_in_executor(self._finder, served.sources, prompt, answer, values["top"])
-      return JSONResponse(await work)
+      found = json.dumps(await work, ensure_ascii=False, allow_nan=False)
+      return Response(found.encode(errors="replace"), media_type="application/json")  # names of files may be no UTF-8
     except ConfigError as error:
       raise Refused(str(error)) from error
     finally:
