@@ -512,14 +512,28 @@ def test_a_lost_peer_is_known_by_status_code_and_lost_connection(message, lost, 
   assert not distributed.is_lost_peer(RuntimeError(message))
 
 
-@pytest.mark.parametrize(("devices", "slices"), [(1, 2), (3, 2), (2, 1)])
-def test_the_way_out_of_too_few_devices_is_none_that_diloco_refuses(devices, slices):
-  cfg = parallel("enable_diloco=true", "dcn_data_parallelism=2")
+@pytest.mark.parametrize(
+  ("devices", "slices", "keys"),
+  [
+    (1, 2, ["enable_diloco=true", "dcn_data_parallelism=2"]),
+    (3, 2, ["enable_diloco=true", "dcn_data_parallelism=2"]),
+    (2, 1, ["enable_diloco=true", "dcn_data_parallelism=2"]),
+    (6, 3, ["enable_diloco=true", "dcn_data_parallelism=4", "dcn_expert_parallelism=2"]),
+    (8, 6, ["dcn_fsdp_parallelism=2", "dcn_tensor_parallelism=3", "dcn_data_parallelism=1"]),
+    (8, 1, ["ici_fsdp_parallelism=3", "ici_tensor_parallelism=5"]),
+    (8, 1, ["ici_context_parallelism=3", "ici_tensor_parallelism=5"]),
+  ],
+)
+def test_every_way_out_that_a_wrong_product_names_works(devices, slices, keys):
   with pytest.raises(config.ConfigError) as refused:
-    meshes.mesh_shape(cfg, devices, slices)
+    meshes.mesh_shape(parallel(*keys), devices, slices)
   ways = str(refused.value).partition("; use ")[2]
-  assert not re.search("dcn_data_parallelism=-?1", ways) and "enable_diloco=false" in ways
-  assert ("dcn_data_parallelism=3" in ways) == (devices == 3)
+  for way in re.split(", or |, (?=ici|dcn)", ways.replace(", which takes what is left", "")):
+    changed = parallel(*keys, *way.split())
+    if (not changed.enable_diloco and slices == 1) or "dcn" not in way:  # slices of the hardware; else of the keys
+      meshes.mesh_shape(changed, devices, slices)
+    else:
+      meshes.mesh_shape(changed, devices, meshes.num_slices(changed, jax.devices()))
 
 
 def test_programs_of_several_cpu_devices_are_compiled_with_few_collectives_at_once(monkeypatch):

@@ -277,6 +277,19 @@ REFUSED = [
     "1 stacked layers do not divide over 2 stages; use one stage",
   ),
   (
+    {"base_num_decoder_layers": 12, "ici_stage_parallelism": 5, "num_pipeline_repeats": 3},
+    "do not divide over 5 stages; use 2 or 4 stages, or",
+  ),
+  (
+    {"base_num_decoder_layers": 8, "ici_stage_parallelism": 3, "num_layers_per_pipeline_stage": 3},
+    "do not divide over 3 stages; use 2 or 4 or 8 stages without num_layers_per_pipeline_stage, or",
+  ),
+  ({"num_layers_per_pipeline_stage": 3}, "8 stacked layers are not 2 stages x num_layers_per_pipeline_stage=3; use"),
+  (
+    {"ici_stage_parallelism": 8, "num_pipeline_microbatches": 6, "per_device_batch_size": 1},
+    "use 8 or more, such as 8",
+  ),
+  (
     {"inhomogeneous_layer_cycle_interval": 8},
     "base_num_decoder_layers=8 in cycles of 8: 1 stacked layers do not divide",
   ),
@@ -315,7 +328,10 @@ def test_what_a_pipeline_cannot_do_is_refused_before_jax(changes, message):
 @pytest.mark.parametrize(
   ("its", "message"),
   [
-    ({"base_num_decoder_layers": 3}, "3 stacked layers do not divide over 2 stages; use 3 stages, or offline_data_dir"),
+    (
+      {"base_num_decoder_layers": 3},
+      "over 2 stages; use 3 stages without num_pipeline_repeats, or offline",
+    ),
     ({"base_num_decoder_layers": 2}, "2 stacked layers are not 2 stages x num_pipeline_repeats=2; .*, or offline_data"),
     ({"base_num_decoder_layers": 8}, ""),
     ({"base_num_decoder_layers": 3, "scan_layers": False, "ghost_schedule": "two_pass"}, ""),

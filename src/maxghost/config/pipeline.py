@@ -16,21 +16,22 @@ def split(num_layers: int, stages: int, per_stage: int, repeats: int) -> tuple[i
   With both open there is one repeat.
   """
   if repeats == -1 and per_stage != -1:
-    repeats, left = divmod(num_layers, stages * per_stage)
+    rounds, left = divmod(num_layers, stages * per_stage)
   else:
-    repeats = max(repeats, 1)
-    left = num_layers % (stages * repeats) or (per_stage != -1 and num_layers != stages * repeats * per_stage)
-  if repeats and not left:
-    return repeats, ""
-  given = [f"{stages} stages"]
-  given += [f"{key}={value}" for key, value in zip(KEYS, (per_stage, repeats), strict=False) if value > 0]
+    rounds = max(repeats, 1)
+    left = num_layers % (stages * rounds) or (per_stage != -1 and num_layers != stages * rounds * per_stage)
+  if rounds and not left:
+    return rounds, ""
+  given = {key: value for key, value in zip(KEYS, (per_stage, repeats), strict=False) if value > 0}
   if num_layers % stages:
-    near = " or ".join(str(n) for n in divisors(num_layers) if n > 1)
-    use = f"{near} stages" if near else "one stage"
+    able = [n for n in divisors(num_layers) if n > 1]
+    fits = [n for n in able if split(num_layers, n, per_stage, repeats)[0]]
+    use = f"{' or '.join(map(str, fits or able))} stages" if able else "one stage"
+    use += f" without {' and '.join(given)}" if given and not fits else ""
     return 0, f"{num_layers} stacked layers do not divide over {stages} stages; use {use}"
   ways = [f"{k} with {num_layers // stages // k}" for k in divisors(num_layers // stages)]
-  said = f"{num_layers} stacked layers are not {' x '.join(given)}"
-  return 0, f"{said}; use {KEYS[0]} with {KEYS[1]}: {', or '.join(ways[:4])}"
+  said = " x ".join([f"{stages} stages", *(f"{key}={value}" for key, value in given.items())])
+  return 0, f"{num_layers} stacked layers are not {said}; use {KEYS[0]} with {KEYS[1]}: {', or '.join(ways[:4])}"
 
 
 def layers_problem(model: Any, keys: Any) -> str:
@@ -77,7 +78,7 @@ def _rows(v: Any, stages: int) -> Iterator[str]:
   micro = stages if v.num_pipeline_microbatches == -1 else v.num_pipeline_microbatches
   if micro < stages:
     least = f"{v[KEYS[2]]} is less than the {stages} stages, of which some would always wait"
-    yield f"{least}; use {stages} or more, such as {2 * stages}"
+    yield f"{least}; use {stages} or more, such as {stages * v.per_device_batch_size}"
     return
   others = (f"{group}_{axis}_parallelism" for axis in ("tensor", "context") for group in ("ici", "dcn"))
   together = stages * math.prod(getattr(v, name) for name in others)  # below 1: `check_layout` knows the sizes
@@ -90,8 +91,7 @@ def rows_problem(per_device: int, together: int, stages: int, num_micro: int) ->
   if (rows := per_device * together) % num_micro == 0:
     return ""
   fits = [str(m) for m in divisors(rows) if m >= stages]
-  batch = next(n for n in range(1, num_micro + 1) if n * together % num_micro == 0)
-  batch *= -(-per_device // batch)
+  batch = next(n for n in range(per_device, per_device + num_micro) if n * together % num_micro == 0)
   given = f"per_device_batch_size={per_device} makes {rows} rows for {together} devices that work on the same ones"
   use = f"num_pipeline_microbatches={' or '.join(fits[:4])}, or " if fits else ""
   return f"{given}, which do not divide into {num_micro} micro-batches; use {use}per_device_batch_size={batch}"

@@ -35,22 +35,23 @@ def fill(group: str, sizes: dict[str, int], total: int, what: str, apart: bool =
 
 def _misfit(group: str, given: dict[str, int], total: int, what: str, filled: bool, apart: bool) -> ConfigError:
   """The error for sizes with another product than the total, with up to three changes of one key that correct it.
-  apart: with DiLoCo, which takes no single slice along axis data."""
-  product = math.prod(given.values())
-  shown = " x ".join(f"{group}_{axis}_parallelism={size}" for axis, size in given.items() if size > 1) or "1"
+  apart: with DiLoCo, which takes no single slice along axis data. Stages, and slices apart, need a number, not -1."""
+  product, large = math.prod(given.values()), {axis: size for axis, size in given.items() if size > 1}
+  shown = " x ".join(f"{group}_{axis}_parallelism={size}" for axis, size in large.items())
   relation = "does not divide" if filled else "is not"
-  named = f"{shown} = {product}" if shown != "1" else f"all {group}_*_parallelism are 1, which"
+  named = f"{shown} = {product}" if large else f"all {group}_*_parallelism are 1, which"
   ways = []
-  for axis, size in sorted(given.items(), key=lambda item: -item[1]):
+  for axis, size in sorted(large.items(), key=lambda item: -item[1]):
     rest, left = divmod(total, product // size)
-    fits = [n for n in (divisors(rest) if filled else [rest]) if n > 1 or not apart or axis != "data"]
-    if size > 1 and not left and fits:
+    fits = [n for n in (divisors(rest) if filled else [rest]) if n > (apart and axis == "data")]
+    if not left and fits:
       ways.append(f"{group}_{axis}_parallelism={min(fits, key=lambda n: (abs(n - size), n))}")
-  largest = max((axis for axis in given if axis != "stage"), key=lambda axis: given[axis])  # stages need a number
-  if not filled and not (apart and largest == "data") and total % (product // given[largest]) == 0:
+  largest = max((a for a in given if a != "stage" and not (apart and a == "data")), key=lambda a: given[a])
+  if not filled and total % (product // given[largest]) == 0:
     ways.append(f"{group}_{largest}_parallelism=-1, which takes what is left")
-  ways += ["enable_diloco=false"] if apart else []
-  ways = ways or [f"{group}_{next(iter(given))}_parallelism=1 for each key but one, and -1 there"]
+  if not ways:  # no single key corrects it
+    alone = dict.fromkeys(large, 1) | ({} if filled else {largest: -1})
+    ways = [" ".join([*["enable_diloco=false"] * apart, *(f"{group}_{a}_parallelism={n}" for a, n in alone.items())])]
   return ConfigError(f"{named} {relation} the {total} {what}; use {', or '.join(ways[:3])}")
 
 
@@ -79,12 +80,11 @@ def make_mesh(cfg: ParallelConfig, devices: Sequence):
   import jax
 
   ici, dcn = mesh_shape(cfg, len(devices), num_slices(cfg, devices))
-  array = _arranged(list(devices), tuple(ici.values()), tuple(dcn.values()))
   types = (jax.sharding.AxisType.Auto,) * len(ici)  # XLA decides how results are sharded; newer JAX has another default
-  return jax.sharding.Mesh(array, tuple(ici), axis_types=types)
+  return jax.sharding.Mesh(_arranged(devices, tuple(ici.values()), tuple(dcn.values())), tuple(ici), axis_types=types)
 
 
-def _arranged(devices: list, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+def _arranged(devices: Sequence, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
   """Devices as an array of shape dcn * ici: on TPU, neighbours along an axis are neighbours in the torus; elsewhere
   they are in the order of processes, slices outermost."""
   from jax.experimental import mesh_utils
