@@ -231,7 +231,7 @@ def test_what_an_objective_returns_in_another_form_is_named(wrong, said, monkeyp
       return wrong(*super().measured_head(model, x, batch))
 
   monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Wrong))
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ConfigError, match=said):
     Run(batch=TRAIN[0], objective=NAME, per_device_batch_size=6, ghost_enabled=False).step(TRAIN[0])
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from maxghost.config import Config, plugins
+from maxghost.config import Config, ConfigError, plugins
 from maxghost.data.types import Batch
 
 BATCH_ARRAYS = tuple(f"{kind}{part}" for kind in ("inputs", "targets") for part in ("", "_position", "_segmentation"))
@@ -195,8 +195,8 @@ def as_objective(loss_fn: Callable) -> Objective:
 
 
 def refuse_loss(model: nnx.Module, objective: Objective, batch, wrt: Any = nnx.Param) -> None:
-  """Raises ValueError for a loss that depends on random numbers which the model draws (a score does not change it), and
-  for weights that depend on the parameters `wrt`, as then the batch loss has parts that are of no example."""
+  """Raises ConfigError for a loss that depends on random numbers which the model draws (a score does not change it),
+  and for weights that depend on the parameters `wrt`, as then the batch loss has parts that are of no example."""
   graphdef, counts, params, rest = nnx.split(model, nnx.RngCount, wrt, ...)
 
   def run(scale, counts, params, rest, batch):
@@ -206,6 +206,6 @@ def refuse_loss(model: nnx.Module, objective: Objective, batch, wrt: Any = nnx.P
   jaxpr = jax.make_jaxpr(run)(1.0, counts, params, rest, batch).jaxpr
   scale, *reads = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
   if any(reads[: len(jax.tree.leaves(counts))]):
-    raise ValueError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
+    raise ConfigError("dropout in training mode would draw the same numbers in every step: call model.eval() first")
   if scale:
-    raise ValueError("weights depend on the model's parameters: return jax.lax.stop_gradient(weights)")
+    raise ConfigError("weights depend on the model's parameters: return jax.lax.stop_gradient(weights)")

@@ -98,8 +98,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
 
 
 def _check_objective(objective: Objective, graphdef, state, batch) -> None:
-  """Raises ConfigError if what `measured` of the user's own objective returns is no (losses, weights, metrics), and
-  ValueError for weights that depend on the parameters."""
+  """Raises ConfigError if what `measured` of the user's own objective returns is no (losses, weights, metrics), or
+  its weights depend on the parameters."""
   train_state, wanted = nnx.merge(graphdef, state), batch["inputs"].shape
   (batch,) = referenced(objective, train_state, batch)
   found: Any = objective.measured(train_state.model, batch)
