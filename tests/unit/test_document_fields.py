@@ -102,6 +102,22 @@ def example_of(record):
   return message.SerializeToString()
 
 
+def test_a_field_that_the_first_record_lacks_is_kept(tmp_path):
+  (tmp_path / "b.jsonl").write_text('{"text": "no id"}\n' + "".join(f'{{"text": "a", "id": {n}}}\n' for n in range(3)))
+  cfg = dataclasses.replace(BASE, dataset_files=(f"b={tmp_path}/b.jsonl",))
+  assert all_fields(source_of(cfg)) == [("",), ("0",), ("1",), ("2",)]
+
+
+@pytest.mark.parametrize("kind", ["json", "example"])
+def test_an_empty_first_record_does_not_make_the_others_plain_text(tmp_path, kind):
+  rows = [{"text": f"text {n}", "id": f"h{n}"} for n in range(7)]
+  cfg = write_as(kind, tmp_path, rows)
+  make = example_of if kind == "example" else lambda record: json.dumps(record).encode()
+  write_records(tmp_path / "b.array_record", [b"", *map(make, rows)])
+  source = source_of(dataclasses.replace(cfg, on_corrupt="skip"))
+  assert source.texts(np.arange(1, 8)) == [b"text %d" % n for n in range(7)] and source.document_fields(7) == ("h6",)
+
+
 def write_as(kind, folder, rows):
   """The keys that read these records of domain `b`, whose first file is plain text, from files of a kind."""
   pyarrow, file = pytest.importorskip("pyarrow"), folder / "b.parquet"

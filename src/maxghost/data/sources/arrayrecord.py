@@ -1,7 +1,7 @@
 """ArrayRecord files: random access to records, and the documents in them.
 
 A record is a tf.train.Example or a JSON object with text columns, or the text itself; the first readable record of a
-file decides, and a note says it.
+file that is not empty decides, and a note says it.
 """
 
 import functools
@@ -75,6 +75,8 @@ def _format(readers: Opened, path: str, count: int, columns: tuple[str, ...]) ->
     try:
       (raw,) = read_records(readers, path, [record])
     except CorruptError:
+      continue
+    if not raw:  # empty text, or an example without features
       continue
     kind, parse = (JSON, json.loads) if raw[:1] == b"{" else (EXAMPLE, _parse_example)
     try:

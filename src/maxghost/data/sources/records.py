@@ -18,6 +18,7 @@ from maxghost.data.sources.base import CorruptError, Source, T, as_text, join_co
 from maxghost.data.types import DocumentId
 
 _SAMPLES = 32  # records read to estimate the total size
+_FIRST = 8  # records of a domain that tell its fields
 RECORD = "{}, record {}".format  # the place of a record, of a file and its number there
 
 
@@ -91,12 +92,13 @@ class RecordSource(Source):
     self.fields = tuple(self._fields)
 
   def _kept(self, asked: Sequence[str]) -> dict[str, str]:
-    """{name in the log: field of the records}. Raises ConfigError for one that a domain's first record lacks."""
-    wanted, known = base.wanted_fields(asked), {}  # the first record of each domain that has records
+    """{name in the log: field of the records}. Raises ConfigError for one that a domain's first records lack."""
+    wanted, known = base.wanted_fields(asked), {}  # the fields of each domain's first records
     for shard, end in zip(self._shards, self._ends.tolist(), strict=True):
-      if not shard.is_text and shard.count and shard.domain not in known:
+      is_known = shard.is_text or known.get(shard.domain)
+      for index in range(end - shard.count, end)[: 0 if is_known else _FIRST]:
         with contextlib.suppress(CorruptError):  # reported when its text is read
-          known[shard.domain] = self._record(end - shard.count, wanted)
+          known[shard.domain] = known.get(shard.domain, {}) | self._record(index, wanted)
     for domain, record in known.items() if asked else ():
       base.check_known("document_fields", wanted.values(), record, f"domain '{domain}'")
     if asked and not known:
