@@ -44,9 +44,10 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
 
 
 def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable = np.asarray) -> np.ndarray:
-  """held(w) [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]; in float32 or wider, rounded once."""
+  """held(w) [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]; in float32 or wider, rounded once.
+  The factors are copied in row-major order, so that the bits do not depend on how they lie in memory."""
   wide = np.promote_types(np.promote_types(w.dtype, a.dtype), np.float32)
-  product = a.astype(wide) @ b.astype(wide).reshape(*b.shape[: a.ndim - 1], -1)
+  product = a.astype(wide, order="C") @ b.astype(wide, order="C").reshape(*b.shape[: a.ndim - 1], -1)
   return (held(w.astype(wide)) + wide.type(scale) * product.reshape(w.shape)).astype(w.dtype)
 
 
