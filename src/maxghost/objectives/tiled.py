@@ -18,8 +18,6 @@ from maxghost.models import autodiff, dense, rounding
 from maxghost.objectives.cross_entropy import d_logits_of, label_of, loss_of
 from maxghost.parallel import shardings
 
-AXES = ("tokens", "vocab")
-
 
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -37,10 +35,6 @@ class Head:
   precision: Any = None
   z_loss: float = 0.0
   soft_cap: float | None = None
-
-  def __post_init__(self):
-    if self.axis not in AXES:
-      raise ValueError(f"vocab_tiling_axis={self.axis}: use one of {', '.join(AXES)}")
 
   def __call__(self, x_BTD, w, targets_BT, expected_BT=None):
     """`tiled_losses`; expected_BT is used on CPU only, where arithmetic costs more than holding a table's gradient."""
