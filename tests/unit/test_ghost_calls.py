@@ -12,7 +12,21 @@ import oracles
 import pytest
 import tiny
 from flax import nnx
-from test_ghost_foreign import CLASSES, N_VAL, TOKENS, WIDTH, Mlp, N, randomized, score, tagging_batch, tagging_loss
+from test_ghost_foreign import (
+  CLASSES,
+  N_VAL,
+  TOKENS,
+  WIDTH,
+  Mlp,
+  N,
+  expected_dots,
+  randomized,
+  regression_batch,
+  score,
+  squared_loss,
+  tagging_batch,
+  tagging_loss,
+)
 
 from maxghost import ghost
 from maxghost.ghost import rules
@@ -80,6 +94,20 @@ def test_layers_in_transforms_of_nnx_and_with_random_numbers_or_arrays_of_their_
   if body not in ("cast", "rnn"):  # each layer runs once, that of a stack too
     found = score(ghost.GhostEngine(schedule="concat"), model, train, val, loss_fn=tagging_loss)
     assert oracles.relative_error(found.dot, by_example.dot) < 1e-5
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
+def test_a_transformed_method_of_the_model_leaves_its_other_layers_as_they_are(transform):
+  """It gives the model copies of all its Params, which are no Params that the model sets."""
+
+  class Model(Mlp):
+    def __call__(self, x):
+      return self.second(transform(lambda self, x: jnp.tanh(self.first(x)))(self, x))
+
+  model, (train, val) = randomized(Model), (regression_batch(N, 3), regression_batch(N_VAL, 4))
+  result = score(ghost.GhostEngine(), model, train, val, loss_fn=squared_loss)
+  expected = sum(expected_dots(model, squared_loss, train, val).values())
+  assert oracles.relative_error(result.dot, expected) < 1e-5
 
 
 def positions(rng, num):

@@ -166,6 +166,15 @@ def test_a_scaled_loss_scales_both_gradients_and_scaled_weights_nothing(mlp):
   assert oracles.relative_error(result.dot, 9 * sum(expected.values())) < 1e-5
 
 
+def test_a_row_of_negative_weight_has_its_own_gradient(mlp):
+  """Its part of the batch loss is taken away, and its mean loss is as before."""
+  model, train, val, expected = mlp
+  turned = {**train, "w": train["w"] * np.where(np.arange(N) == 2, -0.1, 1).astype(np.float32)}
+  for engine in ("graddotprod", "perexample"):
+    result = score(ghost.GhostEngine(engine=engine), model, turned, val, loss_fn=squared_loss)
+    assert oracles.relative_error(result.dot, sum(expected.values())) < 1e-5
+
+
 def test_excluded_parameters_are_left_out_and_the_rest_is_the_same(mlp):
   model, train, val, expected = mlp
   result = score(ghost.GhostEngine(exclude=("*/bias", "second/*")), model, train, val, loss_fn=squared_loss)
@@ -223,6 +232,14 @@ def test_what_a_rule_gives_that_is_no_score_is_refused(given, said, mlp, monkeyp
   monkeypatch.setitem(rules.RULES, Shift, type("Wrong", (ghost.Rule,), {"score": given})())
   with pytest.raises(ValueError, match=said):
     score(ghost.GhostEngine(), randomized(WithShift), *mlp[1:3], loss_fn=squared_loss)
+
+
+def test_a_custom_vjp_has_no_forward_mode(mlp):
+  rounded = jax.custom_vjp(lambda x: jnp.round(x))
+  rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,))
+  loss_fn = lambda model, batch: (rounded(squared_loss(model, batch)[0]), batch["w"])  # noqa: E731
+  with pytest.raises(ValueError, match=r"custom_vjp has no forward mode, by which engine='jvp' .*.*perexample"):
+    ghost.GhostEngine(engine="jvp").score(*mlp[:3], loss_fn=loss_fn)
 
 
 class UsedTwice(nnx.Module):

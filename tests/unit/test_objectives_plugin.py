@@ -262,6 +262,18 @@ def test_what_is_no_whole_objective_is_not_registered(wrong, said):
   assert before == plugins.OBJECTIVES
 
 
+def test_an_objective_that_prepares_nothing_is_named():
+  wrong = type("Wrong", (PairMean,), {"prepare": lambda self, batch: None})
+  with pytest.raises(ConfigError, match=f"objective={NAME}: prepare returns None, not a Batch"):
+    wrong().prepared(TRAIN[0])
+
+
+def test_weights_that_are_nothing_are_named():
+  wrong = type("Wrong", (PairMean,), {"weights": lambda self, batch: None})
+  with pytest.raises(ConfigError, match=f"objective={NAME}: weights returns None, not an array"):
+    wrong().measured_head(None, None, TRAIN[0])
+
+
 def test_of_gives_an_objective(monkeypatch):
   nothing = type("Nothing", (LanguageModelLoss,), {"name": NAME, "of": classmethod(lambda cls, cfg: None)})
   monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(nothing))

@@ -103,7 +103,7 @@ class Less:
       return sketch_nMR.reshape(*slots_BS.shape, *sketch_nMR.shape[1:]), tokens_BS
 
     key = jax.random.key(_SEED)
-    self.prepare, self._last = objective.prepare, 0
+    self.prepare, self._last = objective.prepared, 0
     self._rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
     self._ask, self.sketch = (functools.partial(jax.jit(function), key) for function in (ask, sketch))
 

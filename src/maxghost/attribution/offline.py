@@ -57,7 +57,7 @@ def score(cfg: Config, points: Iterator[Point], corpus: Corpus, queries: dict[st
   queries: {name: batch}, as the writer's val_sets. share: of a training step's rows that num_rows are.
   """
   objective, (graphdef, abstract) = create(cfg), state.abstract_split(cfg)
-  val = tuple(objective.prepare(batch).arrays for batch in queries.values())
+  val = tuple(objective.prepared(batch).arrays for batch in queries.values())
   spec = objective.batch_spec(num_rows, corpus.layout.row_length)
   slots, names = corpus.layout.max_segments, []
   step, _ = make_train_step(cfg, graphdef, abstract, spec, num_segments=slots, num_sets=len(val))
@@ -65,7 +65,7 @@ def score(cfg: Config, points: Iterator[Point], corpus: Corpus, queries: dict[st
   run = jax.jit(lambda *args: {name: value for name, value in step(*args)[1].items() if name in _OUTPUTS})
   for point in points:
     parts, names = [], []
-    for batch in map(objective.prepare, corpus.batches(num_rows)):
+    for batch in map(objective.prepared, corpus.batches(num_rows)):
       out = jax.device_get(run(point.state, batch.arrays, val))
       if not out["scored_ok"]:
         raise ConfigError(f"step {point.step}: a score is not finite; the checkpoint's weights may have diverged")
@@ -271,7 +271,7 @@ class Sketcher:
 
     key = jax.random.key(_SEED)  # an argument: XLA would compute what depends on a constant one while it compiles
     compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options())
-    self.prepare, self.step = objective.prepare, compiled(step)
+    self.prepare, self.step = objective.prepared, compiled(step)
     self.respond, self.ask, self.sketch = (functools.partial(compiled(f), key) for f in (respond, ask, sketch))
 
 

@@ -43,10 +43,10 @@ class Twin:
   def direction_state(self, parts: dict) -> nnx.State:
     return direction_state(self.scored, parts)
 
-  def blank(self, params, rest) -> nnx.Module:
-    """With zero probes and directions."""
+  def blank(self, params, probes, rest) -> nnx.Module:
+    """With zero directions."""
     parts = {p.label: tuple(map(jnp.zeros, p.part_shapes(self.num_sets).values())) for p in self.scored}
-    return self.merge(params, self.zero_probes(), self.direction_state(parts), rest)
+    return self.merge(params, probes, self.direction_state(parts), rest)
 
   def merge(self, params, probes, directions, rest) -> nnx.Module:
     return nnx.merge(self.graphdef, params, probes, directions, rest, copy=True)  # at this level of a trace
@@ -213,16 +213,17 @@ def _calls(attached: Callable[..., Twin], model: nnx.Module, loss_fn: Callable, 
   """(probed calls, labels of Params used besides, if `counted` `_runs` of the loss), in abstract traces."""
   given = jax.eval_shape(lambda batch: batch, batch)  # in dtypes that JAX has
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), given)
-  arguments, recorder = (*split(model), shapes), probed.Recorder()
+  (params, rest), recorder = split(model), probed.Recorder()
   twin = attached(recorder=recorder)
+  arguments = (params, twin.probe_template), rest, shapes
 
-  def loss(params, rest, batch):
-    built = twin.blank(params, rest)
+  def loss(variables, rest, batch):
+    built = twin.blank(variables[0], variables[1], rest)
     recorder.arrays.update({p: v[...] for p, v in nnx.to_flat_state(nnx.state(built, (nnx.Param, GhostProbe)))})
     return loss_fn(built, batch)[0]
 
-  def gradients(scale, params, rest, batch):
-    return by_label(jax.grad(lambda params: jnp.sum(scale * loss(params, rest, batch)))(params))
+  def gradients(scale, variables, rest, batch):  # of probes too, which a transform then copies where it copies Params
+    return by_label(jax.grad(lambda variables: jnp.sum(scale * loss(variables, rest, batch)))(variables)[0])
 
   jaxpr, labels = jax.make_jaxpr(gradients)(1.0, *arguments).jaxpr, sorted(twin.parameters)
   has_gradient = lambda kept: dce_jaxpr(jaxpr, [label in kept for label in labels])[1][0]  # noqa: E731  reads `scale`

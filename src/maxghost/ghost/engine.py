@@ -40,6 +40,11 @@ def _own_names():
   except ValueError as error:
     text = str(error).replace("ghost_schedule=forward_mode", "engine='jvp'")
     raise ValueError(re.sub(r"\bghost_(schedule|direction|rank|exclude)\b", r"\1", text)) from error
+  except TypeError as error:
+    if "custom_vjp" not in str(error):
+      raise
+    said = "a jax.custom_vjp has no forward mode, by which engine='jvp' and rules without a `score` of their own score"
+    raise ValueError(f"{said}: write it, or use engine='graddotprod' or 'perexample'") from error
 
 
 @jax.tree_util.register_dataclass

@@ -70,12 +70,14 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   info: TwinInfo = twin.ghost_info
   bound = inspect.signature(getattr(type(twin).__base__, method)).bind(twin, *args, **kwargs)
   args, kwargs = bound.args[1:], bound.kwargs  # rules know arguments by place
-  own = {name: v for name, v in vars(twin).items() if isinstance(v, ARRAYS) and not name.startswith("ghost_")}
-  values = {name: v[...] for name, v in own.items()}
+  values = {n: v[...] for n, v in vars(twin).items() if isinstance(v, ARRAYS) and not n.startswith("ghost_")}
   parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
   kinds = ("probe", "facts") if info.scored[0].spec.in_backward else ("probe",)
   probes = {p.name: {kind: getattr(twin, part_name(p.name, kind))[...] for kind in kinds} for p in info.scored}
-  arrays, static, rebuild = _separate(args, kwargs)
+  found, others = autodiff.separate((args, kwargs), lambda x: isinstance(x, ARRAYS[1:]))
+  arrays, tree = jax.tree.flatten(found)
+  static = tuple(jax.tree.leaves(others))  # such as strings and flags
+  rebuild = lambda arrays: autodiff.join(jax.tree.unflatten(tree, arrays), others)  # noqa: E731
   passes = _passes(twin, rule, method, static, rebuild)
   if autodiff.for_inputs_only():
     return rule.combine(twin, passes.apply(values, arrays), *args)
@@ -113,14 +115,6 @@ def _cut_off(twin, values: dict, given: dict) -> dict:
     is_set = getattr(twin, probe[-1])[...] is given[probe] and new is not old and new.dtype == old.dtype
     cut[param.name] = new if is_set else jnp.zeros_like(new)
   return cut
-
-
-def _separate(args, kwargs):
-  """(arrays, static leaves such as strings and flags, rebuild), with rebuild(arrays) -> (args, kwargs)."""
-  found, others = autodiff.separate((args, kwargs), lambda x: isinstance(x, ARRAYS[1:]))
-  arrays, tree = jax.tree.flatten(found)
-  rebuild = lambda arrays: autodiff.join(jax.tree.unflatten(tree, arrays), others)  # noqa: E731
-  return arrays, tuple(jax.tree.leaves(others)), rebuild
 
 
 class LayerPasses:
@@ -214,13 +208,14 @@ def filled(score, facts, value) -> dict:
 
 def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
   """The method, whose backward pass fills the probes."""
-  info, layout = passes.info, shardings.current()
+  info = passes.info
   op = jax.custom_vjp(lambda values, arrays, parts, probes: passes.apply(values, arrays))
 
   def forward(values, arrays, parts, probes):
     out, residuals = passes.forward(values, arrays)
     return out, (values, arrays, parts, residuals)
 
+  @shardings.use(shardings.current())  # autodiff may go back after the block in which the method was called
   def backward(saved, cotangent):
     values, arrays, parts, residuals = saved
     zeros, known = jax.tree.map(autodiff.zero_cotangent, parts), None
@@ -236,11 +231,7 @@ def _scored_call(passes: LayerPasses, values, arrays, parts, probes):
     gradients, scores = (found, scores) if known is None else autodiff.barrier(known, scores)
     return *gradients, zeros, scores
 
-  def backward_here(*arguments):
-    with shardings.use(layout):  # autodiff may go back after the block in which the method was called
-      return backward(*arguments)
-
-  op.defvjp(forward, backward_here)
+  op.defvjp(forward, backward)
   return op(values, arrays, parts, probes)
 
 

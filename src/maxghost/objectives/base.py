@@ -100,6 +100,12 @@ class Objective(abc.ABC):
     """Adds to the host's batch its units and the arrays of `batch_spec` that the data does not provide."""
     return batch
 
+  def prepared(self, batch: Batch) -> Batch:
+    """`prepare`. Raises ConfigError if it returns nothing."""
+    if (found := self.prepare(batch)) is None:
+      raise ConfigError(f"objective={self.name}: prepare returns None, not a Batch")
+    return found
+
   def from_reference(self, reference, batch) -> Any:
     """The batch with what the loss reads of a frozen second model, once per step on the device, before any gradient.
 

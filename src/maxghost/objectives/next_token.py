@@ -9,7 +9,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from maxghost.config import Config
+from maxghost.config import Config, ConfigError
 from maxghost.models.layers import Hidden
 from maxghost.objectives import multi_token
 from maxghost.objectives.base import StagedLoss
@@ -115,6 +115,8 @@ class LanguageModelLoss(StagedLoss):
 
   def measured_head(self, model, x: Hidden, batch):
     weights_BT, found = self.weights(batch), {}
+    if weights_BT is None:
+      raise ConfigError(f"objective={self.name}: weights returns None, not an array [B, T]")
     if self.mtp_weight:
       losses_BT, x, found = multi_token.combined(self, model, x, batch, weights_BT)
     else:

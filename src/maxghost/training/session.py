@@ -134,7 +134,7 @@ class Session:
       weights = parse_weights(cfg.data, dataset.source.domains)
       reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
-    prepare = {name: create(cfg, own).prepare for name, own in zip(domains, cfg.set_objectives, strict=True)}
+    prepare = {name: create(cfg, own).prepared for name, own in zip(domains, cfg.set_objectives, strict=True)}
 
     def validation_batch(index: int, num_rows: int, name: str = "") -> Any:
       name = name or next(iter(domains))
@@ -147,7 +147,7 @@ class Session:
       opened.callback(rollouts.close)
       rollouts.restore(position.rollouts)
       put, num_batches = lambda arrays: None, rollouts.num_samplings(position.completed_steps)
-    prefetcher = Prefetcher(dataset.train, put, num_batches, create(cfg).prepare)
+    prefetcher = Prefetcher(dataset.train, put, num_batches, create(cfg).prepared)
     opened.callback(prefetcher.close)
     self._announce(position)
     loop = TrainingLoop(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxghost.ghost.schedules.base import Model, Problem, Scored
-from maxghost.ghost.schedules.passes import mean_loss, train_pass, validation, whole_directions, wide_weights
+from maxghost.ghost.schedules.passes import train_pass, validation, whole_directions, wide_weights
 from maxghost.optimizers import by_label
 
 
@@ -28,9 +28,9 @@ def gradients_of(model: Model, loss_fn: Callable, batch) -> dict:
 
   def loss(params, example):
     losses, weights = loss_fn(model.merge(params), jax.tree.map(lambda x: x[None], example))
-    return mean_loss(losses, weights), wide_weights(losses, weights).sum()
+    weights = wide_weights(losses, weights)
+    return jnp.sum(losses * weights), weights.sum()
 
   grads, weight = jax.vmap(jax.grad(loss, has_aux=True), (None, 0))(model.params, batch)
-  share = weight / jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
-  each = lambda g: g * share.reshape(-1, *([1] * (g.ndim - 1)))  # noqa: E731
-  return {label: each(g) for label, g in by_label(grads).items()}
+  total = jnp.maximum(weight.sum(), jnp.finfo(weight.dtype).tiny)
+  return {label: g / total for label, g in by_label(grads).items()}

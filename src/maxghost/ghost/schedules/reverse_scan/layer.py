@@ -55,7 +55,7 @@ class Layers:
     inside = [path[depth:] for path, _ in nnx.to_flat_state(params) if path[:depth] == prefix]
     trained = nnx.filterlib.PathIn(*inside)
     self.graphdef, self.params, self.rest = nnx.split(submodule(self.plain, prefix), trained, ...)
-    self.probed = twin.blank(params, rest)
+    self.probed = twin.blank(params, twin.zero_probes(), rest)
     split = nnx.split(submodule(self.probed, prefix), trained, GhostProbe, GhostDirection, ...)
     self.twin_graphdef, _, *self.blank, _ = split  # probes, directions
     self.probes = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), self.blank[0])
