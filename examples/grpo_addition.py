@@ -71,6 +71,8 @@ def mean_reward(name: str) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> None:
+  if {"-h", "--help"} & set(arguments):
+    return print(__doc__)
   write(FOLDER / "form.jsonl", lambda a, b, rng: rng.randrange(20, 99))
   unseen = write(FOLDER / "sums.jsonl", lambda a, b, rng: a + b)
   run("addition-form", dataset_files=f"[sums={FOLDER / 'form.jsonl'}]", objective="sft", steps=150, learning_rate=2e-3,

@@ -31,8 +31,8 @@ def make_batch(rng: np.random.Generator, num: int) -> dict:
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 rng = np.random.default_rng(0)
-model, optimizer_of = Mlp(nnx.Rngs(0)), optax.adamw(1e-2)
-optimizer = nnx.Optimizer(model, optimizer_of, wrt=nnx.Param)
+model, rate = Mlp(nnx.Rngs(0)), 0.1
+optimizer = nnx.Optimizer(model, optax.sgd(rate), wrt=nnx.Param)
 manager = ghost.GhostEngineManager(
   ghost.GhostEngine(), model, make_batch(rng, 32), output_dir=folder, loss_fn=loss_fn, save_every=20
 )
@@ -41,7 +41,7 @@ for step in range(40):
   batch["y"][0] = (batch["y"][0] + 1) % 3  # the first example of every batch has a wrong label
   manager.attach_train_batch(batch, ids=8 * step + np.arange(8))
   optimizer.update(model, manager.prepare_gradients())  # the gradient that training needs anyway
-  manager.aggregate_and_log(step)
+  manager.aggregate_and_log(step, learning_rate=rate)  # with it, contributions are nats
   manager.clear_gradients()
   if manager.should_save_metrics(step):
     print("written", manager.save_metrics(step).name)

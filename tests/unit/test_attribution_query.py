@@ -17,7 +17,7 @@ import pytest
 from attribution_runs import make_run
 
 from maxghost import attribution, report, scores
-from maxghost.attribution import aggregate, query
+from maxghost.attribution import aggregate, output, query
 from maxghost.attribution.query import Query, ask
 from maxghost.attribution.summary import summarize
 from maxghost.attribution.where import Where
@@ -356,6 +356,19 @@ def test_formats_agree(run_dir, tmp_path, capsys):
   assert rows[0]["path"] in shown and "5 of" in shown
   output("--output", str(tmp_path / "x.txt"))
   assert rows[0]["path"] in (tmp_path / "x.txt").read_text()
+
+
+def test_a_narrow_table_keeps_numbers_and_paths(run_dir):
+  """Columns are left out instead: of 80 characters, numbers once left one to the path and the text."""
+  from rich.console import Console
+
+  answer = ask(attribution.load(run_dir), Query(by="document", top=3))
+  answer.columns["path"], answer.columns["text"] = ["folder/file-1.py", "f" * 60, "x"], ["some words " * 20, "", "end"]
+  console = Console(width=80, file=io.StringIO())
+  output.show(answer, console)
+  lines = console.file.getvalue().splitlines()
+  assert "folder/file-1.py " in lines[1] and "…" not in lines[1] and "some words some w" in lines[2]
+  assert "f" * 17 in lines[3] and lines[5].strip() == "end" and max(map(len, lines)) <= 80
 
 
 def test_one_exposure_has_no_interval_in_json(tmp_path, capsys):

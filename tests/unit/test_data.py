@@ -248,8 +248,8 @@ def test_what_was_read_is_counted_window_by_window():
     counts = dataset.train.counts
     tokens = max(tokens, counts["tokens"])
   assert dataset.train.describe().startswith(
-    f"Data read, in whole windows and ahead of training: {counts['documents']:,} documents, {tokens:,} tokens; "
-    "rows filled to "
+    f"Data read, in whole windows and ahead of training: {counts['documents']:,} documents, {tokens:,} tokens in "
+    f"{counts['rows']:,} rows of {dataset.layout.row_length}, filled to "
   )
   assert counts["documents"] == 2 * dataset.num_train_documents
 

@@ -123,7 +123,13 @@ def test_wrong_lists_are_named(corpus, tmp_path, capsys):
   assert "--near 3.0 is not a share" in capsys.readouterr().err
   assert data_command.main(["show", *settings]) == 0
   printed = capsys.readouterr().out
-  assert "a: 20 documents" in printed and "of the places filled" in printed and "validation 'b': " in printed
+  assert "a: 20 documents" in printed and " filled to " in printed and "validation 'b': " in printed
+  for path in (tmp_path / "a").iterdir():
+    path.write_bytes("Übergröße".encode("latin-1"))
+  assert data_command.main(["show", *settings, "on_corrupt=skip"]) == 0
+  assert ", 20 corrupt\n" in capsys.readouterr().out
+  assert data_command.main(["show", *settings, "on_corrupt=skip", "ghost_val_sets=a"]) == 2
+  assert "'a' has no held-out documents that can be used" in capsys.readouterr().err
 
 
 def test_packages_are_checked_and_missing_ones_skipped(tool, tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny
 
-from maxghost import config, scores
+from maxghost import attribution, config, scores
 from maxghost.training import run_directory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -33,6 +33,10 @@ def test_own_loop_scores_wrong_labels_lower(tmp_path, monkeypatch, capsys):
   assert [path.name for path in sorted(tmp_path.glob("*.npz"))] == [f"dot_prod_log_iter_{n}.npz" for n in (19, 39)]
   wrong, right = map(float, re.search(r"wrong labels (\S+), right ones (\S+)", said).groups())
   assert wrong < 0 < right
+  log = attribution.load(tmp_path)
+  rate = log.steps["learning_rate"][0]  # at the default of 1, the report predicted a drop of many times the loss
+  assert rate < 1 and np.abs(log["contribution"] - rate * log["dot"] / 8).max() < 1e-6
+  assert 0 < log["contribution"].sum() < np.log(3)
 
 
 def test_layer_rule_is_exact(monkeypatch, capsys):
@@ -200,6 +204,12 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
       assert (answer == f"Ann{one['id'].rpartition('-')[2]} likes {made.TARGET}.") == (one["planted"] == "")
   cfg = config.load("configs/finetune-smollm2.yml", "load_parameters_path=")
   assert cfg.adapter.lora_rank and cfg.data.dataset_files == (f"tasks={made.FOLDER}/train.jsonl",)
+
+
+def test_help_of_the_addition_trains_nothing(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  run("grpo_addition.py", monkeypatch)["main"](["--help"])
+  assert "Settings" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

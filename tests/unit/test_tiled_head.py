@@ -22,7 +22,6 @@ from maxghost.models.layers import Hidden
 from maxghost.objectives import LanguageModelLoss, tiled, tiled_losses
 from maxghost.objectives.cross_entropy import mean_cotangent
 
-AXES = ("tokens", "vocab")
 B, T, D, V = 7, 13, 20, 263
 Z = 0.03
 BATCH = tiny.make_batch(tiny.PACKED, seed=7)
@@ -82,7 +81,7 @@ def assert_close(ours, exact, tolerance):
     assert oracles.relative_error(a, b) < tolerance
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_losses_and_gradients_under_any_outer_scale(axis, tied):
   """13 positions in 4 tiles and 263 entries in 4 blocks: the last one is ragged on both axes."""
@@ -110,7 +109,7 @@ def test_a_cotangent_known_beforehand_changes_no_bit_of_a_gradient(tied):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), run(1.0, known), none)
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_the_number_of_tiles_changes_nothing_but_rounding(axis):
   x, w, targets, weights = sample()
   exact = pass_(lambda x, w: whole(make_head(1), x, w, targets), x, w, weights=weights)(1.0)
@@ -133,7 +132,7 @@ def test_the_z_loss_has_its_own_value():
   np.testing.assert_array_equal(forward, without)
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_bfloat16_hidden_states_and_weights(axis):
   """Gradients come back in bfloat16, from sums over tiles in float32: each is one rounding away from the exact one."""
   x, w, targets, weights = sample("bfloat16")
@@ -177,7 +176,7 @@ def test_no_array_of_the_size_of_the_logits(axis, known):
   assert max(v.aval.size for e in tiny.equations(jaxpr) for v in e.outvars) == 3 * length * vocab // n
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_forward_mode(axis):
   x, w, targets, _ = sample()
   dx, dw, _, _ = sample(seed=1)
@@ -245,7 +244,7 @@ def test_gradients_of_the_whole_model(tied, axis):
     assert oracles.relative_error(ours[1][label], gradient) < 5e-6, label
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", tiled.AXES)
 def test_only_the_head_and_the_hidden_states_have_gradients(axis):
   cfg = tiny.make_config(num_vocab_tiling=4, vocab_tiling_axis=axis)
   graphdef, params = nnx.split(tiny.make_model(cfg))

@@ -20,7 +20,7 @@ from maxghost.attribution.texts import snippet
 from maxghost.config.files import write_whole
 from maxghost.config.values import ConfigError, import_package, printable
 
-WIDE = 120  # characters; a narrower table leaves out what it can
+SPARED = ("per_chunk", "loss", "in_all", "chunks", "tokens", "offset")  # left out of a narrow table, in this order
 PIPE_WIDTH = 160  # of a table that no terminal shows
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of cells that spreadsheets take for formulas
 INTERVALS = {"contribution": "half_width", "per_million_tokens": "per_million_half_width"}  # shown in the same cell
@@ -84,29 +84,31 @@ def write_parquet(answer: Answer, path: Path):
 
 
 def show(answer: Answer, console):
-  """The answer as a rich table with the names that --sort takes; worst groups stand below a rule."""
-  from rich.table import Table
+  """The answer as a rich table with the names that --sort takes, fewer in a narrow console; worst groups come last."""
   from rich.text import Text
 
-  hidden = {"text", "share", *INTERVALS.values()} | ({"per_chunk", "loss"} if console.width < WIDE else set())
-  shown = [name for name in answer.columns if name not in hidden]
-  table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-  for name in shown:
-    is_text = any(isinstance(value, str) for value in answer.columns[name][:1])
-    table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "path")
-  for i, values in enumerate(zip(*answer.columns.values(), strict=True)):
+  from maxghost.attribution.terminal import make_table
+
+  rows = [dict(zip(answer.columns, values, strict=True)) for values in zip(*answer.columns.values(), strict=True)]
+  hidden = {"text", "share", *INTERVALS.values()}
+  cells = {name: [_cell(name, row) for row in rows] for name in answer.columns if name not in hidden}
+  widths = {name: 2 + max([len(name), *(cell.cell_len for cell in cells[name])]) for name in cells}
+  room = console.width + max(0, widths.get("path", 0) - 20)  # of which a path keeps 20
+  for name in SPARED:
+    if sum(widths[shown] for shown in cells) > room:
+      cells.pop(name, None)
+  heads = (name if isinstance(next(iter(answer.columns[name]), 0), str) else f">{name}" for name in cells)
+  table = make_table("", *heads)
+  for i, (row, *values) in enumerate(zip(rows, *cells.values(), strict=True)):
     if i == answer.num_top and i > 0:
-      table.add_section()
       table.add_row("…")
-    row = dict(zip(answer.columns, values, strict=True))
-    cells = [_cell(name, row) for name in shown]
     if row.get("text"):
-      cells[shown.index("path")].append(f"\n{snippet(printable(row['text']), 120)}", "dim")
-    table.add_row(*cells)
+      cells["path"][i].append(f"\n{snippet(printable(row['text']), 120)}", "dim")
+    table.add_row(*values)
   console.print(table)
   about = f"{len(answer)} of {integer(answer.num_groups)} groups; {answer.units['contribution']}, for the "
   about += f"{loss_of(answer.val_set)}, direction {answer.direction or 'not logged'}; ± is a 95 % interval"
-  if "in_all" in shown:
+  if "in_all" in cells:
     about += "; in_all counts what momentum does with the gradient in later steps, if nothing else changes"
   console.print(Text(printable(about), style="dim"))
 
@@ -116,7 +118,7 @@ def _cell(name: str, row: dict):
 
   value = row[name]
   if isinstance(value, str):
-    return Text(printable(value), no_wrap=True, overflow="ellipsis") if value else Text("(none)", "dim")
+    return Text(printable(value) or "(none)", "" if value else "dim", no_wrap=True, overflow="ellipsis")
   if name in (*INTERVALS, "in_all", "per_chunk"):
     return Text(number(float(value), plus=True) + plus_minus(float(row.get(INTERVALS.get(name), float("nan")))))
   return Text(number(float(value)) if name == "loss" else integer(int(value)))

@@ -123,9 +123,7 @@ def _show(parsed: argparse.Namespace) -> int:
   for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
     print(printable(line))
   next(dataset.train)
-  counts, filled = dataset.train.counts, f"{dataset.train.packing_efficiency:.2%} of the places filled"
-  rows = f"{counts['rows']:,} rows of {dataset.layout.row_length}"
-  print(f"first window: {counts['documents']:,} documents, {counts['tokens']:,} tokens in {rows}; {filled}")
+  print(dataset.train.describe("first window"))
   print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
   return 0
 

@@ -139,7 +139,7 @@ class Dataset:
     seeds = (self._seed, text_hash(domain))
     rows = packing.pack(encoded, part.layout, lambda n, what: permutation(n, _VALIDATION, text_hash(what), *seeds))
     if not len(rows):
-      more = " that are not empty" if domain == self.val_domain else f"; those of '{self.val_domain}' are held out"
+      more = " that can be used" if domain == self.val_domain else f"; those of '{self.val_domain}' are held out"
       raise ConfigError(f"validation domain '{domain}' has no held-out documents{more}")
     return rows.numbered_from(self._ends[number] - len(part.source))
 

@@ -124,12 +124,12 @@ class TrainIterator(Iterator[Batch]):
     """Share of the positions that hold a token, over the windows read so far."""
     return self.counts["tokens"] / max(1, self.counts["rows"] * self._streams[0].units.layout.row_length)
 
-  def describe(self) -> str:
+  def describe(self, said: str = "Data read, in whole windows and ahead of training") -> str:
     """One line: what this process has read, of which a run may have used a part, and how well it was packed."""
     met = self.counts
     left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
-    line = f"Data read, in whole windows and ahead of training: {met['documents']:,} documents, "
-    line += f"{met['tokens']:,} tokens; rows filled to {self.packing_efficiency:.1%}"
+    line = f"{said}: {met['documents']:,} documents, {met['tokens']:,} tokens in {met['rows']:,} rows of "
+    line += f"{self._streams[0].units.layout.row_length}, filled to {self.packing_efficiency:.1%}"
     line += f"; left out: {left_out}" if left_out else ""
     return line + (f"; cut off by the length of a row: {met['cut']:,}" if met["cut"] else "")
 
