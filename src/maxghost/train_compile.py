@@ -9,10 +9,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from maxghost import cli, left_with
+from maxghost import cli, config, left_with
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import naming
-from maxghost.parallel import topologies
+from maxghost.parallel import mesh, topologies
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +22,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(cfg: Config) -> int:
   topology, slices = cfg.parallel.topology
-  topologies.parse(topology)
   topologies.prepare_environment(topology)
   from maxghost import load_model
   from maxghost.parallel.shardings import Layout
@@ -32,6 +31,9 @@ def _run(cfg: Config) -> int:
   begin = time.perf_counter()
   devices.configure_jax(cfg)
   teacher = load_model.teacher(cfg)
+  if slices > 1:  # virtual devices do not say which slice they are in
+    sizes = mesh.fill("dcn", mesh.group_sizes(cfg.parallel, "dcn"), slices, "slices", cfg.parallel.enable_diloco)
+    cfg = config.replace(cfg, **{f"dcn_{axis}_parallelism": size for axis, size in sizes.items()})
   plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(topology, slices)), teacher and teacher[0])
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
   print(*plan.lines(), *plan.memory.table(), sep="\n", flush=True)

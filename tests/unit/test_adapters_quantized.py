@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import oracles
 import pytest
@@ -19,6 +20,7 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import adapters, config
 from maxghost.adapters import quantized
 from maxghost.config import ConfigError
+from maxghost.training import state
 
 # The table of QLoRA, appendix E, to five digits.
 NF4 = np.array(
@@ -172,6 +174,20 @@ def test_the_base_in_bfloat16_and_without_adapters():
   plain = adapters.disabled(model)
   assert oracles.relative_error(plain(*inputs), model(*inputs)) > 1e-3
   assert not [v for _, v in nnx.to_flat_state(nnx.state(plain)) if isinstance(v, nnx.LoRAParam)]
+
+
+def test_the_frozen_matrices_of_a_seed_do_not_depend_on_the_mesh():
+  """A run goes on with them on another mesh, by their checksums. The mean of the sizes is a sum over all devices."""
+  wide = {"base_emb_dim": 64, "base_mlp_dim": 192, "base_num_decoder_layers": 1, "lora_weight_qtype": "nf4"}
+  found = []
+  for mesh, count in (({}, 1), (meshes.MESHES["fsdp 8"], 8)):
+    cfg = meshes.make_config(mesh, lora_rank=2, lora_module_path=".*/wo", **wide)
+    with tiny.cheap_compilation():
+      model = state.create_split(cfg, meshes.make_layout(cfg, count))[1]["model"]
+    found.append(dict(nnx.to_flat_state(nnx.filter_state(model, quantized.Frozen))))
+  assert any(path[-1] == "size_means" for path in found[0])
+  for path, variable in found[0].items():
+    np.testing.assert_array_equal(variable[...], found[1][path][...], str(path))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def one_layer() -> config.Config:
     ({}, "compile_topology is missing"),
     ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 3}, "ici_tensor_parallelism=3 = 3 does not divide the 8"),
     ({"compile_topology": "0xcpu-8"}, "compile_topology=0xcpu-8"),
+    ({"compile_topology": "2xcpu-4", "dcn_data_parallelism": 4}, "dcn_data_parallelism=4 = 4 is not the 2 slices"),
+    ({"compile_topology": "2xcpu-4", "dcn_data_parallelism": 1}, "all dcn_*_parallelism are 1, which is not the 2"),
     ({"compile_topology": "cpu-8", "compiled_trainstep_file": "/dev/null/x"}, "file=/dev/null/x cannot be written"),
     ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 8}, "axis 'kv_heads' of size 4 does not divide over tens"),
     ({"compile_topology": "cpu-8", "logical_axis_rules": "[[embd,[fsdp]]]"}, "no tensor has axis 'embd'; did you mean"),
@@ -138,6 +140,12 @@ def test_wrong_input_is_one_line_and_code_2(changes, message, capsys):
   said = capsys.readouterr()
   assert said.err.startswith("maxghost: ") and message in said.err and said.err.count("\n") == 1
   assert "compiled in" not in said.out
+
+
+def test_virtual_devices_are_slices_as_the_topology_says(monkeypatch, capsys):
+  monkeypatch.setattr(aot, "compile_step", lambda plan: aot.Compiled(plan, None, 0.0))
+  train_compile.main(keys(compile_topology="2xcpu-4", per_device_batch_size=1))
+  assert "mesh: data 2 x fsdp 4 (8 devices)" in capsys.readouterr().out
 
 
 def test_the_abstract_path_of_a_70b_model_is_short():

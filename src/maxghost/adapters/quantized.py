@@ -23,7 +23,7 @@ from maxghost.config.values import ConfigError
 from maxghost.models import autodiff, dense
 from maxghost.models.moe import RoutedMoe, find_split
 from maxghost.models.output_head import OutputProjection, TiedTable
-from maxghost.parallel.shardings import slash_path
+from maxghost.parallel.shardings import constrain, slash_path
 
 # Source: bitsandbytes, function create_normal_map; QLoRA, appendix E.
 LEVELS = (
@@ -72,6 +72,7 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int, what: str = "a matrix
   if qtype == "int8":
     return {"codes": jnp.round(share * _STEPS).astype(jnp.int8).reshape(*stack, -1, *outputs), "sizes": sizes}
   index = sum((share > jnp.asarray((a + b) / 2, wide)).astype(jnp.uint8) for a, b in itertools.pairwise(LEVELS))
+  sizes = constrain(sizes, (None,) * sizes.ndim)  # whole on every device: a sum of parts would be rounded otherwise
   mean = sizes.mean((-2, -1), keepdims=True)
   rest = (sizes - mean).reshape(*sizes.shape[:-1], -1, math.gcd(_BLOCK, sizes.shape[-1]))
   scale = jnp.abs(rest).max(-1)

@@ -55,10 +55,11 @@ def parse(topology: str) -> tuple[str, int]:
 
 def prepare_environment(topology: str) -> None:
   """Sets the environment before JAX is imported, so that it neither looks for hardware nor asks a cloud's server."""
+  family, _ = parse(topology)
   os.environ["JAX_PLATFORMS"] = "cpu"
-  if not topology.startswith("cpu-"):
+  if family != "cpu":
     own = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for name, value in (own | {"TPU_ACCELERATOR_TYPE": FAMILIES[parse(topology)[0]].smallest}).items():
+    for name, value in (own | {"TPU_ACCELERATOR_TYPE": FAMILIES[family].smallest}).items():
       os.environ.setdefault(name, value)
 
 

@@ -18,7 +18,7 @@ from maxghost.ghost.schedules.base import of_each_set
 from maxghost.objectives import Objective
 from maxghost.optimizers import make_optimizer
 from maxghost.parallel import distributed
-from maxghost.parallel.shardings import Layout, map_state, slash_path
+from maxghost.parallel.shardings import Layout, map_state, slash_path, use
 from maxghost.training import host_memory
 from maxghost.training.devices import compiler_options
 
@@ -109,7 +109,8 @@ def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig
   graphdef, abstract = abstract_split(cfg, teacher)
 
   def init():
-    return host_memory.put(cfg, nnx.state(create(cfg, teacher)))
+    with use(layout):
+      return host_memory.put(cfg, nnx.state(create(cfg, teacher)))
 
   shardings = None if layout is None else layout.shardings(abstract)
   return graphdef, jax.jit(init, compiler_options=compiler_options(layout), out_shardings=shardings)()
