@@ -386,6 +386,21 @@ def test_what_if(finished, capsys):
     what_if.ask(log, "reward=arithmetc")
 
 
+def test_a_prompt_that_a_step_has_twice_gets_other_answers(tmp_path):
+  folder = write(tmp_path)
+  (folder / "one.jsonl").write_text(json.dumps({"prompt": "2+3=", "completion": "5"}) + "\n")
+  files = {"dataset_files": f"[one={folder / 'one.jsonl'}]", "ghost_val_sets": f"[add={folder / 'add.jsonl'}]"}
+  keys = {"reward_functions": f"[{folder / 'own.py'}:unequal]", "scale_rewards": "none", "steps": 1}
+  assert start(folder, dataset_mixture="[one=3x]", base_num_decoder_layers=1, ghost_log_period=1, **files, **keys) == 0
+  first, second = ([answer["text"] for answer in prompt["answers"]] for prompt in read(folder)[0]["prompts"])
+  assert not {*first} & {*second}
+  log = scorelog.load(folder / "runs/base")
+  assert sorted(log["chunk"]) == [*range(8)]
+  found = what_if.ask(log, "scale_rewards=none")
+  scores = log["contribution"][:, 0][np.argsort(log["chunk"])]
+  np.testing.assert_allclose(found.contribution_2N, [scores, scores], rtol=1e-6)
+
+
 def test_what_if_leaves_out_a_step_whose_only_advantages_are_of_answers_without_an_end(finished, monkeypatch):
   records = read(finished)
   for prompt in records[0]["prompts"]:

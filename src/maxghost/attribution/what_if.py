@@ -80,8 +80,7 @@ def show(found: WhatIf, asked: str, val_set: str) -> list[str]:
     *([f"left out: {found.num_idle:,} steps in which no answer had an advantage"] if found.num_idle else []),
     "answers whose contribution changes most (reward, advantage and nats, as trained -> asked):",
   ]
-  order = np.argsort(-np.abs(found.contribution_2N[1] - found.contribution_2N[0]), kind="stable")
-  for i in order[:SHOWN].tolist():
+  for i in np.argsort(-np.abs(np.subtract(*found.contribution_2N)), kind="stable")[:SHOWN].tolist():
     pairs = (found.reward_2N, found.advantage_2N, found.contribution_2N)
     changes = "   ".join(f"{number(float(x[0, i]), plus=True)} -> {number(float(x[1, i]), plus=True)}" for x in pairs)
     text = printable(f"{snippet(found.prompts[i], 40)} {snippet(found.texts[i], 60)}")
@@ -125,7 +124,9 @@ def _records(path: Path) -> list[dict]:
 def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) -> list[tuple]:
   """(step, prompt, answer, rewards, advantages and contributions then and now) of the scored answers of a sampling."""
   prompts, size = record["prompts"], len(record["prompts"][0]["answers"])
-  pairs = [(prompt, number, answer) for prompt in prompts for number, answer in enumerate(prompt["answers"])]
+  whose = [(*prompt["document"], prompt["epoch"]) for prompt in prompts]
+  firsts = [enumerate(prompt["answers"], whose[:i].count(whose[i]) * size) for i, prompt in enumerate(prompts)]
+  pairs = [(prompt, *one) for prompt, numbered in zip(prompts, firsts, strict=True) for one in numbered]
   now_N = then_N = np.array([answer["reward"] for *_, answer in pairs], np.float64)  # NaN for null
   if function is not None:
     names = [name for name in prompts[0] if name not in ("document", "epoch", "prompt", "answers")]
@@ -137,11 +138,10 @@ def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) ->
       raise ConfigError(str(error)) from error
     now_N = rewards.combined(judged)
   advantage_N, found = rewards.advantages(now_N, size, scale), []
+  steps = range(record["step"], record["step"] + cfg.rollout.num_iterations)
   for (prompt, number_, answer), then, now, advantage in zip(pairs, then_N, now_N, advantage_N, strict=True):
     used = answer["advantage"] or rewards.UNTAUGHT
     texts_and_values = prompt["prompt"], answer["text"], then, now, answer["advantage"], advantage
-    for step in range(record["step"], record["step"] + cfg.rollout.num_iterations):
-      score = score_of.get((step, *prompt["document"], prompt["epoch"], number_))
-      if score is not None:
-        found.append((step, *texts_and_values, score, score / used * advantage))
+    scores = {step: score_of.get((step, *prompt["document"], prompt["epoch"], number_)) for step in steps}
+    found += [(step, *texts_and_values, x, x / used * advantage) for step, x in scores.items() if x is not None]
   return found

@@ -60,15 +60,15 @@ class Rollouts:
       return self._held._replace(record=None, metrics={})
     drawn, begin = next(prefetcher), time.perf_counter()
     numbers = np.arange(len(drawn.batch.document_BS)).repeat(self._keys.num_generations)
-    generation_B = np.arange(len(numbers)) % self._keys.num_generations
+    # A mixture may draw a prompt twice: the answers of its second group have further numbers.
+    whose_P = list(zip(drawn.batch.document_BS[:, 0].tolist(), drawn.batch.epoch_B.tolist(), strict=True))
+    first_P = [whose_P[:i].count(whose) * self._keys.num_generations for i, whose in enumerate(whose_P)]
+    generation_B = np.arange(len(numbers)) % self._keys.num_generations + np.array(first_P)[numbers]
     ids_P, prompts_P, columns_P = self._prompts(drawn.batch)
     ids_B, prompts_B = [ids_P[i] for i in numbers], [prompts_P[i] for i in numbers]
-    document_B, epoch_B = drawn.batch.document_BS[numbers, 0], drawn.batch.epoch_B[numbers]
-    identity_B4 = np.stack([np.full(len(numbers), step), document_B, epoch_B, generation_B], 1)
-    found = self._generator.generate(
-      state["model"], ids_B, self._keys.max_completion_length,
-      keys_B=_random_keys(self._cfg.run.data_shuffle_seed, identity_B4.astype(np.uint32)),
-    )  # fmt: skip
+    identity_B4 = np.array([(step, *whose_P[i], n) for i, n in zip(numbers, generation_B.tolist(), strict=True)])
+    keys_B = _random_keys(self._cfg.run.data_shuffle_seed, identity_B4.astype(np.uint32))
+    found = self._generator.generate(state["model"], ids_B, self._keys.max_completion_length, keys_B=keys_B)
     texts = [self._text(found.row(i)) for i in range(len(numbers))]
     columns = {name: [values[i] for i in numbers] for name, values in columns_P.items()}
     by_name = rewards.judge(self._functions, prompts_B, texts, columns)
