@@ -62,6 +62,16 @@ def model(name: str, **changes):
   return tiny.with_values(models.create_abstract(cfg), values), cfg, tokens, logits
 
 
+def in_transformers(folder: Path, **options):
+  """The model of a folder in float32 without fused kernels, in any version of transformers."""
+  import torch
+  import transformers
+
+  experts = {"experts_implementation": "eager"} if int(transformers.__version__.split(".")[0]) >= 5 else {}
+  load = transformers.AutoModelForCausalLM.from_pretrained
+  return load(folder, dtype=torch.float32, attn_implementation="eager", **experts, **options)
+
+
 def text(value) -> str:
   return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
 

@@ -21,13 +21,10 @@ def silent(line):
 @pytest.mark.parametrize("name", hf_models.NAMES)
 def test_exports_load_and_give_the_recorded_logits_and_our_texts(name, tmp_path):
   torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
+  pytest.importorskip("transformers")
   hf_checkpoint.import_model(hf_models.FOLDER / name, tmp_path / "in", say=silent)
   hf_checkpoint.export_model(tmp_path / "in", tmp_path / "out", shard_bytes=20_000, say=silent)
-  model, said = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path / "out", output_loading_info=True, dtype=torch.float32, attn_implementation="eager",
-    experts_implementation="eager",
-  )  # fmt: skip
+  model, said = hf_models.in_transformers(tmp_path / "out", output_loading_info=True)
   assert not any(said.values()), said
   parity = np.load(hf_models.FOLDER / name / "logits.npz")
   with torch.no_grad():

@@ -300,10 +300,8 @@ def quiet():
 
 def adapted_by_peft(name, torch, peft_library, **options):
   """A model of transformers with a random adapter: every A and B from a normal distribution."""
-  transformers = pytest.importorskip("transformers")
-  model = transformers.AutoModelForCausalLM.from_pretrained(
-    hf_models.FOLDER / name, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-  )
+  pytest.importorskip("transformers")
+  model = hf_models.in_transformers(hf_models.FOLDER / name)
   made = peft_library.get_peft_model(model, peft_library.LoraConfig(r=RANK, lora_alpha=5, **options)).eval()
   generator = torch.Generator().manual_seed(3)
   for parameter_name, parameter in made.named_parameters():
