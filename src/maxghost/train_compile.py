@@ -12,7 +12,7 @@ from pathlib import Path
 from maxghost import cli, config, left_with
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import naming
-from maxghost.parallel import mesh, topologies
+from maxghost.parallel import topologies
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,6 +24,7 @@ def _run(cfg: Config) -> int:
   topology, slices = cfg.parallel.topology
   topologies.prepare_environment(topology)
   from maxghost import load_model
+  from maxghost.parallel import mesh
   from maxghost.parallel.shardings import Layout
   from maxghost.training import aot, devices
   from maxghost.training.plan import Plan
@@ -42,7 +43,7 @@ def _run(cfg: Config) -> int:
       (folder := Path(file).parent).mkdir(parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-      raise ConfigError(f"compiled_trainstep_file={file} cannot be written: {error}; name another place") from error
+      raise ConfigError(f"compiled_trainstep_file={file} cannot be written: {error.strerror}; use another") from error
   compiled = aot.compile_step(plan)
   lines, fits = aot.report_lines(compiled, topology)
   print(*lines, sep="\n", flush=True)
