@@ -70,6 +70,14 @@ def test_a_narrow_terminal_loses_no_column(run_dir, monkeypatch, capsys, tmp_pat
   assert "Domain  " in table and "Training" in table and "…" not in table
 
 
+def test_a_log_counts_the_steps_that_were_taken(tmp_path):
+  """Not the measurement behind the last one, by which two steps were `steps 0 to 2`."""
+  steps = [({"val_loss": 2.0}, [("a", "x", 0, 0, 9, 1.0)])] * 2
+  assert "2 rows of steps 0 to 1, against manual;" in repr(attribution.load(write_log(tmp_path, steps, closing=1.0)))
+  untold = [({}, rows) for _, rows in steps]
+  assert "steps 0 to 1," in repr(attribution.load(write_log(tmp_path / "untold", untold)))
+
+
 def test_facts_of_the_run_have_the_separator_of_other_numbers(tmp_path):
   run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", val_sets=("words",), steps=4)
   (run_dir / "run_facts.json").write_text('{"parameters": "3,280,640", "versions": "a 0.2.0, b 1"}')
