@@ -55,7 +55,7 @@ def run_command(work: Callable[..., int | None], argv: Sequence[str] | None = No
   arguments, switches = list(sys.argv[1:] if argv is None else argv), switches or {}
   for position, text in enumerate(arguments):
     flag, _, key = text.partition("=")
-    if flag in ("--help", "-h"):
+    if flag in ("--help", "-h") or text == arguments[0] == "help":
       key = key or next(iter(arguments[position + 1 :]), "").partition("=")[0]
       more = "".join(f"\n       maxghost {verb} [...] --{name}   {purpose}" for name, purpose in switches.items())
       print_help(key or None, usage=USAGE.format(verb=verb) + more)

@@ -14,7 +14,7 @@ from maxghost import import_module, left_with
 from maxghost.config import Config, ConfigError, did_you_mean
 from maxghost.config.arguments import SEEDS, Parser
 from maxghost.config.schema import WEIGHTS_ONLY
-from maxghost.config.values import guarded, printable
+from maxghost.config.values import guarded, printable, reading
 
 EXAMPLES = """\
 examples:
@@ -124,10 +124,8 @@ def encoded(texts: Sequence[str], chat: bool, cfg: Config, tokenizer) -> tuple[l
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-  try:
+  with reading(args.prompts, "--prompts "):
     text = args.prompts.read_text(encoding="utf-8-sig") if args.prompts else ""
-  except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f"--prompts {args.prompts} cannot be read: {error}") from error
   if not (texts := [*args.prompt, *(text.removesuffix("\n").split("\n") if text else [])]):
     raise ConfigError('no prompt: give --prompt "some text", or --prompts FILE')
   return texts

@@ -12,7 +12,7 @@ from pathlib import Path
 from maxghost import cli, config, left_with
 from maxghost.config import Config, ConfigError
 from maxghost.config.values import naming
-from maxghost.parallel import mesh, topologies
+from maxghost.parallel import topologies
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,17 +24,17 @@ def _run(cfg: Config) -> int:
   topology, slices = cfg.parallel.topology
   topologies.prepare_environment(topology)
   from maxghost import load_model
-  from maxghost.parallel.shardings import Layout
+  from maxghost.parallel import mesh, shardings
   from maxghost.training import aot, devices
   from maxghost.training.plan import Plan
 
   begin = time.perf_counter()
   devices.configure_jax(cfg)
-  teacher = load_model.teacher(cfg)
+  teacher, _ = load_model.teacher(cfg) or (None, None)
   if slices > 1:  # virtual devices do not say which slice they are in
     sizes = mesh.fill("dcn", mesh.group_sizes(cfg.parallel, "dcn"), slices, "slices", cfg.parallel.enable_diloco)
     cfg = config.replace(cfg, **{f"dcn_{axis}_parallelism": size for axis, size in sizes.items()})
-  plan = Plan.of(cfg, Layout.of(cfg.parallel, topologies.open_devices(topology, slices)), teacher and teacher[0])
+  plan = Plan.of(cfg, shardings.Layout.of(cfg.parallel, topologies.open_devices(topology, slices)), teacher)
   print(f"compiling for {slices} x {topology}" if slices > 1 else f"compiling for {topology}")
   print(*plan.lines(), *plan.memory.table(), sep="\n", flush=True)
   if file := cfg.parallel.compiled_trainstep_file:
@@ -42,7 +42,7 @@ def _run(cfg: Config) -> int:
       (folder := Path(file).parent).mkdir(parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-      raise ConfigError(f"compiled_trainstep_file={file} cannot be written: {error}; name another place") from error
+      raise ConfigError(f"compiled_trainstep_file={file} cannot be written: {error.strerror}; use another") from error
   compiled = aot.compile_step(plan)
   lines, fits = aot.report_lines(compiled, topology)
   print(*lines, sep="\n", flush=True)

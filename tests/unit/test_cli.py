@@ -99,7 +99,7 @@ def test_help_and_print_config_run_nothing(capsys):
   assert command("--help") == (0, [])
   text = capsys.readouterr().out
   assert text.startswith("usage: maxghost train [config.yml]") and "ghost_val_refresh_steps" in text
-  for argv in (["--help", "steps"], ["--help", "steps=3"], ["--help=steps"], ["-h", "steps"]):
+  for argv in (["--help", "steps"], ["--help", "steps=3"], ["--help=steps"], ["-h", "steps"], ["help", "steps"]):
     assert command(*argv) == (0, [])
     assert capsys.readouterr().out.startswith("steps\n  total training steps\n")
   assert command("steps=11", "--print_config") == (0, [])

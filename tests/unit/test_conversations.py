@@ -466,7 +466,7 @@ def test_long_conversations(corpus, tmp_path):
   (b,) = next(np.flatnonzero((batch.document_BS == 4).any(1)) for batch in found if (batch.document_BS == 4).any())
   row = next(batch.arrays for batch in found if (batch.document_BS == 4).any())
   assert row["targets_weights"][b].sum() > 70 and not any((batch.document_BS == 5).any() for batch in found)
-  assert "cut off by the length of a row: 1" in dataset.train.describe() and "1 corrupt" in dataset.train.describe()
+  assert "cut off by the length of a row: 1" in dataset.train.describe() and "corrupt 1;" in dataset.train.describe()
 
 
 def test_special_tokens_in_plain_texts_are_told(tmp_path):

@@ -252,6 +252,8 @@ def test_what_was_read_is_counted_window_by_window():
     f"{counts['rows']:,} rows of {dataset.layout.row_length}, filled to "
   )
   assert counts["documents"] == 2 * dataset.num_train_documents
+  counts["copies"] = 1
+  assert dataset.train.describe().endswith("; left out: copies 1")
 
 
 def test_the_split_is_by_id_and_not_by_place():

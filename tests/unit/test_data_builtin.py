@@ -107,6 +107,9 @@ def test_the_default_run_starts_soon_and_packs_well():
   assert dataset.train.packing_efficiency > 0.98
   assert any("byte-identical" in note for note in dataset.notes()) or not dataset.copies
   assert [entry.line for entry in dataset.summary()][2].startswith("manual: ")
+  assert dataset.summary()[0]._replace(documents=1, bytes=5, held_out=1, held_out_bytes=5).line == (
+    f"{dataset.summary()[0].domain}: 1 document, 5 bytes (1, 5 bytes held out)"
+  )
 
 
 def test_synthetic_domains_differ_and_follow_the_seed():

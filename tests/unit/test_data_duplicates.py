@@ -127,7 +127,7 @@ def test_wrong_lists_are_named(corpus, tmp_path, capsys):
   for path in (tmp_path / "a").iterdir():
     path.write_bytes("Übergröße".encode("latin-1"))
   assert data_command.main(["show", *settings, "on_corrupt=skip"]) == 0
-  assert ", 20 corrupt\n" in capsys.readouterr().out
+  assert ", corrupt 20\n" in capsys.readouterr().out
   assert data_command.main(["show", *settings, "on_corrupt=skip", "ghost_val_sets=a"]) == 2
   assert "'a' has no held-out documents that can be used" in capsys.readouterr().err
 

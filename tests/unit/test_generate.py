@@ -210,7 +210,7 @@ def test_the_stop_text_that_is_complete_first_counts_however_many_tokens_come_at
     (["--prompt", "a", "--cache", 9], "need 66"),
     (["--prompt", "a", "--top_p", 0.5], "no meaning at temperature=0"),
     (["--prompt", "a", "--temprature", 1], "unknown argument '--temprature'"),
-    (["--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read"),
+    (["--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read: No such file or directory\n"),
   ],
 )
 def test_wrong_arguments(folder, capsys, arguments, message):

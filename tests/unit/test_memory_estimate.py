@@ -475,6 +475,9 @@ def test_a_step_that_cannot_fit_is_refused_with_the_keys_to_change():
   assert f"{keys}, which is estimated to need {shown(after.total)}; --force starts it all the same" in str(
     refused.value
   )
+  assert after.total <= V5E and "more devices" not in str(refused.value)
+  with pytest.raises(config.ConfigError, match=r" GB, and more devices, or a smaller model; --force"):
+    report.check(estimated, V5E // 50)  # all of the settings together are not enough
 
 
 def test_a_batch_that_is_far_too_large_is_halved_in_one_line():

@@ -327,7 +327,7 @@ def test_the_first_signal_asks_and_the_second_ctrl_c_aborts(capfd):
     with pytest.raises(KeyboardInterrupt):
       os.kill(os.getpid(), signal.SIGINT)
   assert signal.getsignal(signal.SIGINT) is before
-  assert "Ctrl-C received" in capfd.readouterr().err
+  assert "Ctrl-C received, ends the step, saves unless checkpoint_period=0;" in capfd.readouterr().err
 
 
 def test_sigterm_is_a_request_that_succeeds():

@@ -461,7 +461,7 @@ def test_bad_input(argv, line, tmp_path, monkeypatch, capsys):
 def test_zero_scored_steps(tmp_path, capsys):
   write_log(tmp_path, [({"val_loss": 1.0}, [])])
   assert report.main([str(tmp_path)]) == 2
-  assert "holds 1 steps but no scored document yet" in capsys.readouterr().err
+  assert "holds 1 step but no scored document yet" in capsys.readouterr().err
   assert not (tmp_path / "report.html").exists()
 
 

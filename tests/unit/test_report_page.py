@@ -62,6 +62,29 @@ def test_nothing_is_said_of_documents_that_are_not_asked_for(run_dir, tmp_path, 
   assert ("Documents that h" in page.read_text()) == bool(documents)
 
 
+def test_a_narrow_terminal_loses_no_column(run_dir, monkeypatch, capsys, tmp_path):
+  """At 40 columns the table of domains had no name of a domain left, and `scores` no path."""
+  monkeypatch.setenv("COLUMNS", "40")
+  assert report.main([str(run_dir), "--output", str(tmp_path / "page.html")]) == 0
+  table = capsys.readouterr().out.split("Domains, for the ")[1].split("Of average")[0]
+  assert "Domain  " in table and "Training" in table and "…" not in table
+
+
+def test_a_log_counts_the_steps_that_were_taken(tmp_path):
+  """Not the measurement behind the last one, by which two steps were `steps 0 to 2`."""
+  steps = [({"val_loss": 2.0}, [("a", "x", 0, 0, 9, 1.0)])] * 2
+  assert "2 rows of steps 0 to 1, against manual;" in repr(attribution.load(write_log(tmp_path, steps, closing=1.0)))
+  untold = [({}, rows) for _, rows in steps]
+  assert "steps 0 to 1," in repr(attribution.load(write_log(tmp_path / "untold", untold)))
+
+
+def test_facts_of_the_run_have_the_separator_of_other_numbers(tmp_path):
+  run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", val_sets=("words",), steps=4)
+  (run_dir / "run_facts.json").write_text('{"parameters": "3,280,640", "versions": "a 0.2.0, b 1"}')
+  facts = summarize(attribution.load(run_dir)).facts
+  assert (facts["parameters"], facts["versions"]) == ("3\u202f280\u202f640", "a 0.2.0, b 1")
+
+
 def test_the_layers_of_the_heat_map_add_up_to_the_domains(run_dir):
   for part in summarize(attribution.load(run_dir)).sets:
     assert part.heat_map.rows == (*(f"layer {i}" for i in range(4)), MODULES[0], MODULES[-1])

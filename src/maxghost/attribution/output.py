@@ -41,6 +41,7 @@ def console(pipe_width: int | None = PIPE_WIDTH) -> Iterator[Any]:
   from rich.console import Console
 
   made = Console(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
+  made.width = max(made.width, 76)  # a narrower terminal wraps the lines; tables would lose names and digits
   with made.capture() as captured:
     yield made
   sys.stdout.write(captured.get())

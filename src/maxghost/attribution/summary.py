@@ -6,6 +6,7 @@ K validation sets, D domains, E passes, B bins of consecutive steps, S steps, R 
 import dataclasses
 import hashlib
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from maxghost import config
 from maxghost.attribution import aggregate, statistics, token_values
 from maxghost.attribution.aggregate import Groups, TimeSums
 from maxghost.attribution.metrics import Series, read_mapping, read_metrics
-from maxghost.attribution.numbers import integer, number
+from maxghost.attribution.numbers import THIN, counted, integer, number
 from maxghost.attribution.texts import SHOWN_CHARS, DocumentKey, Source
 from maxghost.config import ConfigError, plugins
 from maxghost.scorelog.reader import ScoreLog
@@ -188,7 +189,7 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
   """
   steps = log.steps
   if not log.num_rows:
-    raise ConfigError(f"run_dir={log.run_dir}: the score log holds {len(steps)} steps but no scored document yet")
+    raise ConfigError(f"run_dir={log.run_dir} holds {counted(len(steps), 'step')} but no scored document yet")
   scored = aggregate.scored_steps(log)
   edges = aggregate.step_edges(scored, CURVE_BINS)
   edges[-1] = steps["step"][-1] + 1  # curves reach to the last measurement
@@ -361,8 +362,8 @@ def _check_sums(log: ScoreLog, time: TimeSums) -> list[str]:
 
 
 def _facts(log: ScoreLog, metrics: dict[str, Series], counts: dict[str, int]) -> dict[str, str]:
-  facts = {name: integer(count) for name, count in counts.items()}
-  facts |= read_mapping(log.run_dir / "run_facts.json") | {"objective": log.objective}
+  run = {k: re.sub(r"(?<=\d),(?=\d)", THIN, v) for k, v in read_mapping(log.run_dir / "run_facts.json").items()}
+  facts = {name: integer(count) for name, count in counts.items()} | run | {"objective": log.objective}
   if directions := log.said_of("direction"):
     facts["direction of the scores"] = ", ".join(directions)
   for name, metric, shown in (

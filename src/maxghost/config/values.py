@@ -86,6 +86,16 @@ def naming(key: str, path: object) -> Iterator[None]:
     raise
 
 
+@contextlib.contextmanager
+def reading(path: object, said: str = "") -> Iterator[None]:
+  """Raises ConfigError, with `said` before the path, for a file that cannot be read or is no UTF-8."""
+  try:
+    yield
+  except (OSError, UnicodeDecodeError) as error:
+    near = nearest_beside(Path(str(path)), "*") if isinstance(error, FileNotFoundError) else ""
+    raise ConfigError(f"{said}{path} cannot be read: {getattr(error, 'strerror', '') or error}{near}") from error
+
+
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
   """Replaces what an output without UTF-8 lacks: a number keeps its sign and digits, other characters become "?"."""
   assert isinstance(error, UnicodeEncodeError)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxghost.config.files import with_end
-from maxghost.config.values import ConfigError, naming
+from maxghost.config.values import ConfigError, naming, reading
 from maxghost.data.tokenizer_files import TEMPLATE, TOOLS_TEMPLATE
 from maxghost.data.tokenizers import SPECIAL_WORDS, Tokenizer, read_settings
 
@@ -110,11 +110,8 @@ def load(path: str, tokenizer: Tokenizer) -> Template | None:
   if not files and not own:
     return None
   name = str(files[0] if files else settings)
-  with naming(key, name):
-    try:
-      read = [with_end(file.expanduser()).read_text(encoding="utf-8") for file in files] or [own, with_tools]
-    except (OSError, UnicodeDecodeError) as error:
-      raise ConfigError(f"chat template {name} cannot be read: {error}") from error
+  with naming(key, name), reading(name, "chat template "):
+    read = [with_end(file.expanduser()).read_text(encoding="utf-8") for file in files] or [own, with_tools]
     _compiled(name, read[0])
   return Template(name, read[0], words, read[1] if len(read) > 1 else "")
 

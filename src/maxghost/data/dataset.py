@@ -35,11 +35,9 @@ class DomainSummary(NamedTuple):
   @property
   def line(self) -> str:
     """`code: 140 documents, 1,973,463 bytes`, and the held-out part where there is one."""
-    text = f"{self.domain}: {self.documents:,} documents" + ("" if self.bytes is None else f", {self.bytes:,} bytes")
-    if self.held_out:
-      size = "" if self.held_out_bytes is None else f", {self.held_out_bytes:,} bytes"
-      text += f" ({self.held_out:,}{size} held out)"
-    return text
+    size, left = ("" if count is None else f", {count:,} bytes" for count in (self.bytes, self.held_out_bytes))
+    held_out = f" ({self.held_out:,}{left} held out)" if self.held_out else ""
+    return f"{self.domain}: {self.documents:,} document{'s' * (self.documents != 1)}{size}{held_out}"
 
 
 class Dataset:

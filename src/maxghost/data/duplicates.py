@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxghost.config.files import with_end, write_text
-from maxghost.config.values import ConfigError, import_package
+from maxghost.config.values import ConfigError, import_package, reading
 from maxghost.data.hashing import content_hashes
 from maxghost.data.sources.base import Source, id_hash
 from maxghost.data.types import DocumentId
@@ -88,10 +88,8 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
 def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
   """Reads a file of `write_ids`, or of `{"id": ...}` lines that name records. Returns the sorted hashes (uint64) of the
   documents' ids, and the number of record ids that no record has. Raises ConfigError naming the file and the line."""
-  try:
+  with reading(path, f"{key}="):
     text = with_end(Path(path).expanduser()).read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f"{key}={path} cannot be read: {getattr(error, 'strerror', '') or error}") from error
   hashes: list[int] = []
   records: dict[str, int] = {}  # line of each record's id
   for number, line in enumerate(text.split("\n"), 1):  # other line ends may stand inside of a text

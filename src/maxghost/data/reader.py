@@ -127,7 +127,7 @@ class TrainIterator(Iterator[Batch]):
   def describe(self, said: str = "Data read, in whole windows and ahead of training") -> str:
     """One line: what this process has read, of which a run may have used a part, and how well it was packed."""
     met = self.counts
-    left_out = ", ".join(f"{met[name]:,} {name}" for name in ("copies", "corrupt", "empty") if met[name])
+    left_out = ", ".join(f"{name} {met[name]:,}" for name in ("copies", "corrupt", "empty") if met[name])
     line = f"{said}: {met['documents']:,} documents, {met['tokens']:,} tokens in {met['rows']:,} rows of "
     line += f"{self._streams[0].units.layout.row_length}, filled to {self.packing_efficiency:.1%}"
     line += f"; left out: {left_out}" if left_out else ""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxghost.config.files import with_end, write_text
-from maxghost.config.values import ConfigError, did_you_mean, import_package
+from maxghost.config.values import ConfigError, did_you_mean, import_package, reading
 
 BYTE, HUGGINGFACE, SENTENCEPIECE, TIKTOKEN = "byte", "huggingface", "sentencepiece", "tiktoken"
 _PROBE = '  Two\tgrüne x_1 = 0x7F;\r\n\n"don\'t" 漢字 🙂 \u00a0end. '
@@ -355,10 +355,8 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def _read(file: Path) -> bytes:
-  try:
+  with reading(file, "tokenizer_path="):
     return with_end(file).read_bytes()
-  except OSError as error:
-    raise ConfigError(f"tokenizer_path={file} cannot be read: {error.strerror}") from error
 
 
 def _digest(raw: bytes) -> str:

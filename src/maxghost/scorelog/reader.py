@@ -133,9 +133,10 @@ class ScoreLog(fmt.Frame):
     self.columns = (*fmt.ROW_COLUMNS, *fmt.part_columns(self.parts), *self.fields)
 
   def __repr__(self) -> str:
-    first, last = min(shard.first_step for shard in self.shards), max(shard.last_step for shard in self.shards)
-    steps = f"steps {first} to {last}, against {', '.join(self.val_sets)}"
-    return f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of {steps}; {list(self.columns)})"
+    taken = np.isfinite(self.steps["loss"]) | np.isfinite(self.steps["val_loss"]).any(-1)  # the last is only measured
+    steps = self.steps["step"][taken if taken.any() else ~taken]
+    said = f"steps {min(steps, default='-')} to {max(steps, default='-')}, against {', '.join(self.val_sets)}"
+    return f"ScoreLog({self.run_dir}: {self.num_rows:,} rows of {said}; {list(self.columns)})"
 
   def for_others(self) -> dict[str, np.ndarray]:
     """Every column of all rows, texts written out."""

@@ -113,9 +113,10 @@ def check(estimated: MemoryEstimate, limit: int | None) -> None:
   """Raises ConfigError, with settings to change, if the step needs clearly more than the `capacity`."""
   if limit is None or estimated.total <= CLEARLY_TOO_MUCH * limit:
     return
-  way = "more devices, or a smaller model"
-  if steps := remedies(estimated, limit):
-    way = " ".join(keys for keys, _, _ in steps) + f", which is estimated to need {shown(steps[-1][2].total)}"
+  way, steps = "more devices, or a smaller model", remedies(estimated, limit)
+  if steps:
+    also = f", and {way}" if steps[-1][2].total > limit else ""
+    way = " ".join(keys for keys, _, _ in steps) + f", which is estimated to need {shown(steps[-1][2].total)}{also}"
   said = f"the step is estimated to need {shown(estimated.total)} per device, which has {shown(limit)}; use {way}"
   raise ConfigError(f"{said}; --force starts it all the same")
 

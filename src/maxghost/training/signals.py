@@ -58,4 +58,4 @@ class StopSignals:
     if rendezvous.waits.is_set():  # nothing is to be saved, and the others may never come
       raise KeyboardInterrupt
     # os.write, not print: a handler may run in the middle of a print of the same stream.
-    os.write(2, f"\nmaxghost: {self.name} received, finishing the step and saving{more}\n".encode())
+    os.write(2, f"\nmaxghost: {self.name} received, ends the step, saves unless checkpoint_period=0{more}\n".encode())

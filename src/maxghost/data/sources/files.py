@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from maxghost.config.values import ConfigError, naming, print_problem
+from maxghost.config.values import ConfigError, naming, print_problem, reading
 from maxghost.data.hashing import text_hash
 from maxghost.data.sources.base import check_known
 
@@ -96,11 +96,8 @@ def _fixed_part(pattern: str) -> str:
 
 def fingerprint(path: str) -> str:
   """A hash of a file's size, beginning, middle and end; not of its modification time. Raises ConfigError."""
-  try:
+  with reading(path), open(path, "rb") as file:
     size = os.path.getsize(path)
-    with open(path, "rb") as file:
-      places = sorted({0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)})
-      samples = [os.pread(file.fileno(), _SAMPLE, place) for place in places]
-  except OSError as error:
-    raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    places = sorted({0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE)})
+    samples = [os.pread(file.fileno(), _SAMPLE, place) for place in places]
   return f"{text_hash(str(size), *samples):016x}"
