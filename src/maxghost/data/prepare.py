@@ -209,8 +209,7 @@ def _documents(job: Job, part: int, columns: dict[str, list], paths: dict, count
     counts["corrupt"] += sum(text is None for text in read)
     counts["empty"] += sum(text == b"" for text in read)
     numbers = indices[[bool(text) for text in read]]
-    texts = [text for text in read if text]
-    if not texts:
+    if not (texts := [text for text in read if text]):
       continue
     ids = [source.document_id(index) for index in numbers.tolist()]
     columns["id_hash"].append(source.id_hashes(numbers))

@@ -85,8 +85,7 @@ def check(cfg: Config) -> None:
   if cfg.run.enable_tensorboard:
     asked["enable_tensorboard=true"] = "tensorboardX"
   for key, name in asked.items():
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # a folder of that name is no package
+    if (found := importlib.util.find_spec(name)) is None or found.origin is None:  # a folder is no package
       raise ConfigError(f"{key} needs the package {name}; install it with: pip install {name}")
 
 
