@@ -314,6 +314,10 @@ def test_arguments_that_are_missing_or_no_batch_are_named():
     "val_batch must hold arrays .*; it holds nothing": (batch, [batch, {}], squares),
     "val_batch must hold arrays .*; it holds a scalar": (batch, {"x": np.float32(1)}, squares),
     "train_batch must hold arrays .*; it holds a scalar$": ({**batch, "z": np.float32(1)}, batch, squares),
+    "must hold arrays of numbers .*; it holds an array of <U1$": (batch, {**batch, "z": np.full(5, "a")}, squares),
+    "must hold arrays of numbers .*; it holds an array of object": ({"x": np.full(5, None)}, batch, squares),
+    "loss_fn=3 is no function": (batch, batch, 3),
+    r"weights of train_batch add up to -5.0": (batch, batch, lambda m, b: (squares(m, b), -jnp.ones(5))),
     "val_batch must hold arrays .*; it holds arrays of 1 and 5 rows": (batch, {**batch, "z": np.ones((1, 4))}, squares),
     "val_batch is a tuple, but train_batch a dict: a list holds several validation batches": (
       batch,
@@ -331,6 +335,15 @@ def test_arguments_that_are_missing_or_no_batch_are_named():
     ghost.GhostEngine("adam")
   with pytest.raises(ValueError, match=r"pattern 'kernl\*' matches no parameter"):  # one pattern, not six
     ghost.GhostEngine(exclude="kernl*").score(model, batch, batch, loss_fn=squares)
+  for settings in ({"exclude": 3}, {"exclude": ("bias", 3)}, {"rank": True}):
+    with pytest.raises(ValueError, match=r"exclude=3: give patterns|rank=True: use 0"):
+      ghost.GhostEngine(**settings)
+  for delta in (nnx.state(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Param), {"a": 1}, np.ones(3)):
+    with pytest.raises(ValueError, match=r"delta= needs the paths, shapes and dtypes of nnx.state\(model, nnx.Param\)"):
+      ghost.GhostEngine(direction="second_order").score(model, batch, batch, loss_fn=squares, delta=delta)
+  narrow = ghost.AdamState({"kernel": np.ones((4, 3)), "bias": np.ones(())}, 3)  # would be broadcast
+  with pytest.raises(ValueError, match=r"needs fitting second_moment in state=: .*: bias$"):
+    ghost.GhostEngine(direction="adam").score(model, batch, batch, loss_fn=squares, state=narrow)
   optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
   for state in (optimizer, optimizer.opt_state):
     with pytest.raises(ValueError, match=r"needs state=AdamState.from_optax\(optimizer\)"):

@@ -140,8 +140,15 @@ def test_ids_settings_and_batch_sizes_are_checked(engine, tmp_path):
   with pytest.raises(ValueError, match="5 ids for 6 examples"):
     manager.attach_train_batch(BATCHES[0], ids=range(5))
   for one in (7, "seven", np.array(7)):
-    with pytest.raises(ValueError, match="is one value for 6 examples: give one id per example"):
+    with pytest.raises(ValueError, match="1 ids for 6 examples: give one id per example"):
       manager.attach_train_batch(BATCHES[0], ids=one)
+  for ids, found in (([("a", 1)] * N, r"ids: \('a', 1\) is no \(domain, path, offset\)"), ([0] * 5, "5 ids for 6")):
+    with pytest.raises(ValueError, match=found):
+      manager.attach_train_batch(BATCHES[0], ids=ids)
+  with pytest.raises(ValueError, match=r"train_batch must hold arrays of numbers .*; it holds int"):
+    manager.attach_train_batch({"x": 3})
+  with pytest.raises(ValueError, match="1 names for 2 validation batches"):
+    make_manager(engine, tmp_path, val_sets=("a", "a"))
   with pytest.raises(ValueError, match="save_every=0: use 1 or more"):
     make_manager(engine, tmp_path, save_every=0)
   with pytest.raises(ValueError, match="2 names for 1 validation batches"):
@@ -153,6 +160,34 @@ def test_ids_settings_and_batch_sizes_are_checked(engine, tmp_path):
       manager.aggregate_and_log(step)
   manager.save_metrics(1)
   assert scorelog.load(tmp_path / "scores")["offset"].tolist() == [*range(N), 0, 1, 2]
+
+
+class Column(list):
+  """As a column of pandas after a shuffle: rows have labels, by which it is indexed, and an order of their own."""
+
+  def __getitem__(self, label):
+    return super().__getitem__(label if isinstance(label, slice) else -1 - label)
+
+  def __array__(self, dtype=None, copy=None):
+    return np.array([*self], object)
+
+
+def test_ids_are_those_of_the_rows_in_order(engine, tmp_path):
+  """In any array: labels of a column are no places, a number of JAX is a number, and a hash may need 64 bits."""
+  manager = make_manager(engine, tmp_path, VALS[0])
+  big = 2**64 - 1
+  given = (Column([7, 8, 9, None, big, "x"]), jax.numpy.arange(N), np.array([3, 1, 2, 0, 5, 4]))
+  with tiny.cheap_compilation():
+    for step, ids in enumerate(given):
+      manager.attach_train_batch(BATCHES[0], ids=ids)
+      manager.prepare_gradients()
+      with pytest.raises(ValueError, match=r"learning_rate=array\(\[0.1\]\): give one number, that of the step"):
+        manager.aggregate_and_log(step, learning_rate=np.array([0.1]))
+      manager.aggregate_and_log(step)
+  manager.cleanup()
+  log = scorelog.load(tmp_path / "scores")
+  assert log["path"].tolist() == [*["ids"] * 3, "step 0", str(big), "x", *["ids"] * 2 * N]
+  assert log["offset"].tolist() == [7, 8, 9, 3, 0, 0, *range(N), 3, 1, 2, 0, 5, 4]
 
 
 def test_the_foreign_model_example_finds_wrong_labels(capsys):

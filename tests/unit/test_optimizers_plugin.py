@@ -554,7 +554,7 @@ def test_groups_of_parameters_are_read_and_what_is_left_out_is_named():
   kernels = optax.masked(adam, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
   np.testing.assert_array_equal(scores(kernels, exclude=("bias",)), scores(adam, exclude=("bias",)))
   with pytest.raises(
-    ValueError, match=r"needs second_moment in state=.* leave out with exclude what its optimizer does: bias$"
+    ValueError, match=r"needs fitting second_moment in state=.* leave out with exclude what its optimizer does: bias$"
   ):
     scores(kernels)
 

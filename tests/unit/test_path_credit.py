@@ -150,7 +150,7 @@ def test_the_library_engine_against_one_gradient_per_example():
     foreign.assert_scores({label: x[k] for label, x in result.per_param.items()}, expected, 1e-5)
     frozen = foreign.total(oracle.dots(oracle.adam(v, count=tagging.COUNT, kappa=tagging.KAPPA, index=k)))
     assert oracles.relative_error(frozen, foreign.total(expected)) > 0.1
-  with pytest.raises(ValueError, match=r"direction 'path' needs first_moment in state=; use AdamState.from_optax"):
+  with pytest.raises(ValueError, match=r"direction 'path' needs fitting first_moment in state=: AdamState.from_optax"):
     ghost.GhostEngine(direction="path").score(
       model, *batches, loss_fn=tagging.tagging_loss, state=ghost.AdamState(arrays[0], 0)
     )

@@ -55,7 +55,7 @@ class DirectionSpec:
   early: bool = False
 
   def __post_init__(self):
-    if not hasattr(self.rank, "__index__") or self.rank < 0:
+    if isinstance(self.rank, bool) or not hasattr(self.rank, "__index__") or self.rank < 0:
       raise ValueError(f"ghost_rank={self.rank!r}: use 0 (exact) or a positive whole number")
 
   @property

@@ -10,7 +10,7 @@ import gc
 import inspect
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,9 @@ class GhostEngine:
       raise ValueError("ghost_curvature=secant compares steps of a run; give a direction=, such as 'second_order'")
     self.spec = direction_spec(cfg, direction, self.rank, curvature)
     exclude = cfg.ghost.ghost_exclude if exclude is None else exclude
-    self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    self.exclude = (exclude,) if isinstance(exclude, str) or not isinstance(exclude, Iterable) else tuple(exclude)
+    if wrong := [pattern for pattern in self.exclude if not isinstance(pattern, str)]:
+      raise ValueError(f"exclude={wrong[0]!r}: give patterns of parameter paths, such as '*/bias'")
     self.per_position = per_position
     self.segment_lengths, self.remat_policy = cfg.model.stacked_segments, cfg.model.remat_policy
     self.default_loss = create(cfg).validation()
@@ -126,15 +128,16 @@ class GhostEngine:
     """
     many = isinstance(val_batch, list)
     val_batches = tuple(val_batch) if many else (val_batch,)
-    _check_batches(train_batch, val_batches, self._schedule)
+    check_batches(train_batch, val_batches, self._schedule)
     state = state.rule_state(self.spec.rule) if isinstance(state, AdamState) else state
-    self._check_inputs(val_batches, state, delta)
     if loss_fn is None and not hasattr(type(model), "hidden"):  # a method; others may have a layer of that name
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
-    loss_fn = loss_fn or self.default_loss
+    if not callable(loss_fn := self.default_loss if loss_fn is None else loss_fn):
+      raise ValueError(f"loss_fn={loss_fn!r} is no function: give loss_fn(model, batch) -> (losses, weights)")
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
       raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
+    self._check_inputs(params, val_batches, state, delta)
     if wrong := [label for label, x in by_label(params).items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
       said = f"{', '.join(wrong)}: complex and integer Params have no scores. Keep real and imaginary parts"
       raise ValueError(f"{said} in Params of their own, integers in an nnx.Variable")
@@ -158,13 +161,15 @@ class GhostEngine:
       self._compiled.popitem(last=False)
     program, _, checked = self._compiled[key]
     run = functools.partial(program, params, rest, train_batch, val_batches, state, delta)
-    result, largest, sums = run(all_rows)
+    result, total, largest, sums = run(all_rows)
+    if total < 0:
+      raise ValueError(f"the weights of train_batch add up to {total}: a mean loss needs a sum above 0")
     # A score that is 0 (below a head of zeros) or NaN would hide that rows read each other.
     if found := {label for label, (own, _) in largest.items() if label not in checked and 0 < own < np.inf}:
       unit = np.arange(len(all_rows)) // as_objective(loss_fn).rows_per_unit
       bits = int(unit[-1]).bit_length()  # any two units differ in a bit of their numbers
       for counted in (unit >> place & 1 == one for place in range(bits) for one in (0, 1)):
-        _refuse_coupled(run(counted)[1])
+        _refuse_coupled(run(counted)[2])
     if sums.keys() - checked:
       _refuse_incomplete(jax.device_get(sums), checked)
     checked |= found
@@ -172,7 +177,7 @@ class GhostEngine:
       raise ValueError(f"validation loss is {loss}: a validation batch needs tokens that count, finite losses")
     return result
 
-  def _check_inputs(self, val_batches, state, delta) -> None:
+  def _check_inputs(self, params, val_batches, state, delta) -> None:
     if not val_batches:
       raise ValueError("val_batch is empty; give at least one row")
     direction = self.spec.rule.direction
@@ -182,6 +187,8 @@ class GhostEngine:
       raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
     if (delta is None) == self.spec.early:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
+    if delta is not None and _shapes(delta) != _shapes(params):
+      raise ValueError("delta= needs the paths, shapes and dtypes of nnx.state(model, nnx.Param): give a State like it")
     self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
 
   def _refuse(self, **asked: tuple[bool, str, str]) -> None:
@@ -205,11 +212,13 @@ class GhostEngine:
       of_self = {"spec": self.spec, "exclude": self.exclude, "schedule": self.schedule}
       twin = prepare_twin(model, train_batch, loss_fn, num_sets=len(val_batches), **of_batch, **of_self)
 
-    def run(params, rest, train_batch, val_batches, state, delta, counted) -> tuple[GhostResult, dict, dict]:
+    def run(params, rest, train_batch, val_batches, state, delta, counted) -> tuple[GhostResult, jax.Array, dict, dict]:
       settings = schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy)
-      lacking = {} if state is None else {x: set(rule.reads(views[x])).difference(state.of(x)) for x in scored}
+      shapes = {x: param.shape for x, param in by_label(params).items() if x in scored}
+      fits = lambda x, name: getattr(state.of(x).get(name), "shape", None) == shapes[x]  # noqa: E731
+      lacking = {x: [name for name in rule.reads(views[x]) if not fits(x, name)] for x in (shapes if state else ())}
       if names := " and ".join(sorted(set().union(*lacking.values()))):
-        said = f"direction '{rule.direction}' needs {names} in state=; use AdamState.from_optax, or leave out with"
+        said = f"direction '{rule.direction}' needs fitting {names} in state=: AdamState.from_optax, or leave out with"
         raise ValueError(f"{said} ghost_exclude what its optimizer does: {', '.join(x for x in lacking if lacking[x])}")
       problem = schedules.Problem(
         schedule=self._schedule, model=schedules.Model(graphdef, params, rest),
@@ -224,7 +233,7 @@ class GhostEngine:
       known = by_label(out.passed.grads), out.parts, out.passed.facts
       checkable = twin.scored if twin and any(known[1:]) and not narrow else ()
       sums = {p.label: (*ledger.score_sums((p,), scores), ledger.used((p,), *known)) for p in checkable}
-      return self._result(problem, out, many), largest, sums
+      return self._result(problem, out, many), out.passed.weights.sum(), largest, sums
 
     return jax.jit(run)
 
@@ -242,10 +251,7 @@ class GhostEngine:
     weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
     share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
     per_share = jnp.where(share != 0, 1 / jnp.where(share != 0, share, 1), 0)
-
-    def by_set(x, axis: int = 0):
-      return x if many else x.squeeze(axis)
-
+    by_set = lambda x, axis=0: x if many else x.squeeze(axis)  # noqa: E731
     dot = {label: v * jnp.expand_dims(per_share, range(v.ndim - 1)) for label, v in per_param.items()}
     return GhostResult(
       dot=by_set(additive * per_share[None]), additive=by_set(additive),
@@ -268,17 +274,19 @@ def _known(name: str, value: str, choices: Sequence[str]) -> str:
   return value
 
 
-def _check_batches(train_batch, val_batches: tuple, schedule: str) -> None:
+def check_batches(train_batch, val_batches: tuple = (), schedule: str = "two_pass") -> None:
+  """Raises ValueError for batches that are no arrays of numbers with the examples along the first axis."""
   for name, batch in (("train_batch", train_batch), *(("val_batch", one) for one in val_batches)):
     if any(isinstance(batch, form) != isinstance(train_batch, form) for form in (list, tuple)):
       said = f"{name} is a {type(batch).__name__}, but train_batch a {type(train_batch).__name__}"
       raise ValueError(f"{said}: a list holds several validation batches, [first, second]; a tuple is one batch")
     leaves = jax.tree.leaves(batch)
     wrong = ["a scalar" if hasattr(x, "shape") else type(x).__name__ for x in leaves if not getattr(x, "shape", ())]
+    wrong += [f"an array of {x.dtype}" for x in leaves if getattr(getattr(x, "dtype", None), "kind", "f") in "OSUMm"]
     rows = [] if wrong else sorted({x.shape[0] for x in leaves})
     if len(rows) != 1:
       found = wrong[0] if wrong else f"arrays of {' and '.join(map(str, rows))} rows" if rows else "nothing"
-      raise ValueError(f"{name} must hold arrays with the examples along the first axis; it holds {found}")
+      raise ValueError(f"{name} must hold arrays of numbers with the examples along the first axis; it holds {found}")
     if not rows[0]:
       raise ValueError(f"{name} is empty; give at least one row")
     if schedule == "concat" and _shapes(batch, 1) != _shapes(train_batch, 1):
@@ -364,4 +372,4 @@ def _refuse_incomplete(sums: dict, checked: set) -> None:
 
 def _shapes(batch, first_axis: int = 0):
   leaves, tree = jax.tree.flatten(batch)
-  return tree, tuple((x.shape[first_axis:], jnp.result_type(x)) for x in leaves)
+  return tree, tuple((jnp.shape(x)[first_axis:], jnp.result_type(x)) for x in leaves)

@@ -94,14 +94,6 @@ def with_clipped(out: dict, before: dict, after: dict, gradients: list[dict]) ->
   return out
 
 
-def with_examples(columns: dict, more) -> dict:
-  """The columns, if any, with `more` [K] (or None) in predicted_examples, and as much less in direction_residual."""
-  if more is None or not columns:
-    return columns
-  examples, residual = columns["predicted_examples"] + more, columns["direction_residual"] - more
-  return columns | {"predicted_examples": examples, "direction_residual": residual}
-
-
 def used(scored_params, grads: dict, parts: dict, facts: dict) -> Any:
   """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxghost.ghost.engine import GhostEngine, GhostResult
+from maxghost.ghost.engine import GhostEngine, GhostResult, check_batches
 from maxghost.optimizers import AdamState, RuleState
 from maxghost.scorelog import Writer
 from maxghost.scorelog.format import parse_shard_name, shard_name
@@ -29,14 +29,14 @@ class GhostEngineManager:
 
   def __init__(self, engine: GhostEngine, model: nnx.Module, val_batch, *, output_dir: str | os.PathLike,
                loss_fn: Callable | None = None, save_every: int = 100, val_sets: Sequence[str] = ()):  # fmt: skip
-    if save_every < 1:
-      raise ValueError(f"save_every={save_every}: use 1 or more")
+    if not isinstance(save_every, (int, np.integer)) or save_every < 1:
+      raise ValueError(f"save_every={save_every!r}: use 1 or more")
     self.engine, self.model, self.val_batch, self.loss_fn = engine, model, val_batch, loss_fn
     self.output_dir, self.save_every = Path(output_dir), save_every
     count = len(val_batch) if isinstance(val_batch, list) else 1
     names = tuple(val_sets) or (("validation",) if count == 1 else tuple(f"validation {k}" for k in range(count)))
-    if len(names) != count:
-      raise ValueError(f"val_sets={list(names)}: {len(names)} names for {count} validation batches")
+    if len(names) != count or len(set(names)) < count:
+      raise ValueError(f"val_sets={list(names)}: {len(set(names))} names for {count} validation batches")
     direction = "second_order" if engine.spec.early else str(engine.spec.rule.direction)
     self._writer = Writer(output_dir, names, period=save_every, objective="custom", direction=direction)
     self._writer.folder = self.output_dir
@@ -44,18 +44,20 @@ class GhostEngineManager:
     self._unsaved: int | None = None  # last step logged since save_metrics was called
     self.clear_gradients()
 
-  def attach_train_batch(self, batch, ids=None) -> None:
+  def attach_train_batch(self, batch, ids: Any = None) -> None:
     """Sets the batch of the next step.
 
     ids: one per example, by which the log sums: numbers, texts or (domain, path, offset); None: each one is separate.
     """
     _need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
+    check_batches(batch)
     count = jax.tree.leaves(batch)[0].shape[0]
-    if np.isscalar(ids) or getattr(ids, "ndim", 1) == 0:
-      raise ValueError(f"ids={ids!r} is one value for {count} examples: give one id per example")
-    if ids is not None and len(ids) != count:
+    # Of JAX, an array holds arrays; a column of pandas is indexed by labels of its own. Sets cannot be cut.
+    in_order = np.atleast_1d(ids) if hasattr(ids, "__array__") or np.isscalar(ids) else ids
+    ids = [None] * count if ids is None else [*in_order[:]]
+    if len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
-    self._batch, self._ids = batch, ids
+    self._batch, self._ids = batch, [_document(own) for own in ids]
 
   def prepare_forward_input(self):
     """Returns the attached batch; unlike in a hook-based engine, nothing has to be appended to it."""
@@ -78,6 +80,8 @@ class GhostEngineManager:
     learning_rate: of the step, for contributions in nats; 1.0 gives nats per unit of learning rate.
     """
     result = self.result
+    if np.ndim(learning_rate) or not hasattr(learning_rate, "__float__"):
+      raise ValueError(f"learning_rate={learning_rate!r}: give one number, that of the step")
     if not self._started:
       self._started = True
       if any(name[0] >= step for path in self.output_dir.glob("*") if (name := parse_shard_name(path.name))):
@@ -95,21 +99,13 @@ class GhostEngineManager:
     }
     record = {"step": step, "learning_rate": learning_rate, "tokens": count, "loss": float(result.loss)}
     record |= {"val_loss": np.asarray(result.val_loss), "predicted_examples": rows["contribution"].sum(0)}
-    self._writer.append(record, rows, [self._document(step, i) for i in range(count)])
+    self._writer.append(record, rows, [own or ("train", f"step {step}", i) for i, own in enumerate(self._ids)])
     self._unsaved = step
     return np.asarray(result.dot)
 
-  def _document(self, step: int, place: int) -> tuple[str, str, int]:
-    """The id of an example in the log: the user's, else its index in its step."""
-    own: Any = ("train", f"step {step}", place) if self._ids is None else self._ids[place]
-    if isinstance(own, (list, tuple)):
-      domain, path, offset = own
-      return str(domain), str(path), int(offset)
-    return ("train", "ids", int(own)) if isinstance(own, (int, np.integer)) else ("train", str(own), 0)
-
   def clear_gradients(self) -> None:
     """Forgets the batch and its result; the log stays."""
-    self._batch, self._ids, self._result = None, None, None
+    self._batch, self._ids, self._result = None, [], None
 
   def should_save_metrics(self, step: int) -> bool:
     return self._unsaved is not None and (step + 1) % self.save_every == 0
@@ -140,3 +136,14 @@ def _need(found, method: str, fix: str) -> Any:
   if found is None or found is False:
     raise ValueError(f"{method} called out of order: {fix}")
   return found
+
+
+def _document(own) -> tuple[str, str, int] | None:
+  """An id of the user as one of the log; None: its index in its step."""
+  if isinstance(own, (list, tuple, np.ndarray)):
+    if len(own) != 3:
+      raise ValueError(f"ids: {own!r} is no (domain, path, offset)")
+    return str(own[0]), str(own[1]), int(own[2])
+  if isinstance(own, (int, np.integer)) and -(2**63) <= own < 2**63:  # the log's
+    return "train", "ids", int(own)
+  return None if own is None else ("train", str(own), 0)

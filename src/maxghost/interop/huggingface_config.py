@@ -180,11 +180,10 @@ def _scales_attention(read: _Reader, parameters: Mapping[str, Any]) -> bool:
     factor = read.typed("attention_factor", factor, float)
   if parameters.get("mscale") or parameters.get("mscale_all_dim"):
     read.problem("rope_parameters with mscale are not known here")
-  if factor is None or math.isclose(factor, usual, rel_tol=1e-6):
-    return True
-  if factor != 1.0:
+  is_usual = factor is None or math.isclose(factor, usual, rel_tol=1e-6)
+  if not is_usual and factor != 1.0:
     read.problem(f"attention_factor={factor} is not known here; known are 1.0 and the usual {usual:.6g}")
-  return False
+  return is_usual
 
 
 def weight_dtype(dtypes: set[str], origin: str) -> str:

@@ -55,13 +55,11 @@ def _left_behind(shards: list[Shard]) -> list[Path]:
 
 def _is_running(run_dir: Path) -> bool:
   """Whether a training process holds the run's lock."""
-  lock = Path(run_dir) / ".lock"
-  if lock.exists():
-    with open(lock) as file:
-      try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-      except OSError:
-        return True
+  with contextlib.suppress(FileNotFoundError), open(Path(run_dir) / ".lock") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+      return True
   return False
 
 

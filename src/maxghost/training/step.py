@@ -79,7 +79,9 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     if scorer is not None:
       columns = scorer.columns(train_state, split.params, scored, learning_rate, norm, clip_factor)
       out |= scorer.outputs(scored, batch, learning_rate, norm, clip_factor)
-      columns = ledger.with_examples(columns, out.pop("of_clipping", None))
+      if (of_clipping := out.pop("of_clipping", None)) is not None and columns:  # [K]
+        columns["predicted_examples"] += of_clipping
+        columns["direction_residual"] -= of_clipping
       out |= columns
     # Without clipping no factor can carry the dependency, and a factor of 1 would change how the update rounds. XLA's
     # TPU compiler makes the sums and the update one operation, which reads the arrays once: nothing may lie between.
