@@ -10,6 +10,8 @@ import shlex
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -328,6 +330,18 @@ def test_the_first_signal_asks_and_the_second_ctrl_c_aborts(capfd):
       os.kill(os.getpid(), signal.SIGINT)
   assert signal.getsignal(signal.SIGINT) is before
   assert "Ctrl-C received, ends the step, saves unless checkpoint_period=0;" in capfd.readouterr().err
+
+
+def test_signals_are_answered_while_the_main_thread_is_inside_of_a_library():
+  """As XLA is while it compiles: Python calls no handler before it returns."""
+  code = "import hashlib; from maxghost.training.signals import StopSignals\nwith StopSignals():\n  print(flush=True)"
+  code += "; hashlib.pbkdf2_hmac('sha256', b'a', b'b', 2**31 - 1)"
+  process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  process.stdout.readline()
+  process.send_signal(signal.SIGINT)
+  assert [process.stderr.readline(), process.stderr.readline()][1].startswith("maxghost: Ctrl-C received; XLA ends its")
+  process.send_signal(signal.SIGINT)
+  assert "stopped by the second Ctrl-C" in process.communicate(timeout=60)[1] and process.returncode == 130
 
 
 def test_sigterm_is_a_request_that_succeeds():
