@@ -130,6 +130,7 @@ class GhostEngine:
     val_batches = tuple(val_batch) if many else (val_batch,)
     check_batches(train_batch, val_batches, self._schedule)
     state = state.rule_state(self.spec.rule) if isinstance(state, AdamState) else state
+    self._check_inputs(val_batches, state, delta)
     if loss_fn is None and not hasattr(type(model), "hidden"):  # a method; others may have a layer of that name
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
     if not callable(loss_fn := self.default_loss if loss_fn is None else loss_fn):
@@ -137,7 +138,8 @@ class GhostEngine:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
       raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
-    self._check_inputs(params, val_batches, state, delta)
+    if delta is not None and _shapes(delta) != _shapes(params):
+      raise ValueError("delta= needs the paths, shapes and dtypes of nnx.state(model, nnx.Param): give a State like it")
     if wrong := [label for label, x in by_label(params).items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
       said = f"{', '.join(wrong)}: complex and integer Params have no scores. Keep real and imaginary parts"
       raise ValueError(f"{said} in Params of their own, integers in an nnx.Variable")
@@ -177,7 +179,7 @@ class GhostEngine:
       raise ValueError(f"validation loss is {loss}: a validation batch needs tokens that count, finite losses")
     return result
 
-  def _check_inputs(self, params, val_batches, state, delta) -> None:
+  def _check_inputs(self, val_batches, state, delta) -> None:
     if not val_batches:
       raise ValueError("val_batch is empty; give at least one row")
     direction = self.spec.rule.direction
@@ -187,8 +189,6 @@ class GhostEngine:
       raise ValueError(f"direction '{direction}' reads no state such as AdamState; leave it out, or use 'adam'")
     if (delta is None) == self.spec.early:
       raise ValueError("direction 'second_order' needs delta=State of the step's update, and only it does")
-    if delta is not None and _shapes(delta) != _shapes(params):
-      raise ValueError("delta= needs the paths, shapes and dtypes of nnx.state(model, nnx.Param): give a State like it")
     self._refuse(sets=(len(val_batches) > 1, f"val_batch of {len(val_batches)} sets", "one set"))
 
   def _refuse(self, **asked: tuple[bool, str, str]) -> None:

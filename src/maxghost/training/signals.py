@@ -51,9 +51,7 @@ class StopSignals:
 
   @property
   def name(self) -> str:
-    if self.requested is None:
-      return "another process"
-    return "Ctrl-C" if self.requested == signal.SIGINT else self.requested.name
+    return "another process" if self.requested is None else _name(self.requested)
 
   def _handle(self, number: int, frame) -> None:
     if self.requested is not None:
@@ -62,15 +60,13 @@ class StopSignals:
         raise KeyboardInterrupt
       return
     self.requested = signal.Signals(number)
-    more = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
     if number == signal.SIGHUP:  # the terminal is gone: what is still printed must not fail
       for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode):
           os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if rendezvous.waits.is_set():  # nothing is to be saved, and the others may never come
       raise KeyboardInterrupt
-    # os.write, not print: a handler may run in the middle of a print of the same stream.
-    os.write(2, f"\nmaxghost: {self.name} received, ends the step, saves unless checkpoint_period=0{more}\n".encode())
+    _say(number, "received, finishing the step and saving, unless checkpoint_period=0")
 
   def _watch(self, reader: int) -> None:
     """Reads the numbers of signals, a byte each, until the other end is closed. reader: a file descriptor."""
@@ -83,5 +79,14 @@ class StopSignals:
           os.write(2, b"\nmaxghost: stopped by the second Ctrl-C, without saving\n")
           os._exit(EXIT_CODES[signal.SIGINT])
         if self.requested is None and number[0] in EXIT_CODES:
-          name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
-          os.write(2, f"\nmaxghost: {name} received; XLA ends its work first; Ctrl-C twice stops at once\n".encode())
+          _say(number[0], "received; XLA ends its work first")
+
+
+def _say(number: int, what: str) -> None:
+  """Writes a line on a signal to stderr; not by print, of the same stream, in the middle of which a handler may run."""
+  more = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
+  os.write(2, f"\nmaxghost: {_name(number)} {what}{more}\n".encode())
+
+
+def _name(number: int) -> str:
+  return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
