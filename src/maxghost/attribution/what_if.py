@@ -124,9 +124,8 @@ def _records(path: Path) -> list[dict]:
 def _answers(record: dict, function, scale: str, cfg: Config, score_of: dict) -> list[tuple]:
   """(step, prompt, answer, rewards, advantages and contributions then and now) of the scored answers of a sampling."""
   prompts, size = record["prompts"], len(record["prompts"][0]["answers"])
-  whose = [(*prompt["document"], prompt["epoch"]) for prompt in prompts]
-  firsts = [enumerate(prompt["answers"], whose[:i].count(whose[i]) * size) for i, prompt in enumerate(prompts)]
-  pairs = [(prompt, *one) for prompt, numbered in zip(prompts, firsts, strict=True) for one in numbered]
+  firsts = rewards.first_numbers([(*prompt["document"], prompt["epoch"]) for prompt in prompts], size)
+  pairs = [(p, *one) for p, first in zip(prompts, firsts, strict=True) for one in enumerate(p["answers"], first)]
   now_N = then_N = np.array([answer["reward"] for *_, answer in pairs], np.float64)  # NaN for null
   if function is not None:
     names = [name for name in prompts[0] if name not in ("document", "epoch", "prompt", "answers")]

@@ -117,6 +117,12 @@ def combined(by_name: dict[str, np.ndarray], weights: Sequence[float] = ()) -> n
   return (np.ma.masked_invalid(np.stack([*by_name.values()], 1)) * (weights or 1.0)).sum(1).filled(np.nan)
 
 
+def first_numbers(prompts: Sequence[Any], num_generations: int) -> list[int]:
+  """The number of the first answer in each prompt's group. A mixture may draw a prompt several times in a step: the
+  answers of its second group have further numbers, and so other random keys and places in the score log."""
+  return [prompts[:i].count(prompt) * num_generations for i, prompt in enumerate(prompts)]
+
+
 def advantages(reward_B: np.ndarray, num_generations: int, scale: str) -> np.ndarray:
   """[B]: (r - mean of the group) / (s + 1e-4), s the deviation (of n - 1) that `scale` names; 0 for equal rewards, and
   for an answer without one (NaN), which counts in no mean and no deviation."""

@@ -60,10 +60,9 @@ class Rollouts:
       return self._held._replace(record=None, metrics={})
     drawn, begin = next(prefetcher), time.perf_counter()
     numbers = np.arange(len(drawn.batch.document_BS)).repeat(self._keys.num_generations)
-    # A mixture may draw a prompt twice: the answers of its second group have further numbers.
     whose_P = list(zip(drawn.batch.document_BS[:, 0].tolist(), drawn.batch.epoch_B.tolist(), strict=True))
-    first_P = [whose_P[:i].count(whose) * self._keys.num_generations for i, whose in enumerate(whose_P)]
-    generation_B = np.arange(len(numbers)) % self._keys.num_generations + np.array(first_P)[numbers]
+    first_P = np.array(rewards.first_numbers(whose_P, self._keys.num_generations))
+    generation_B = np.arange(len(numbers)) % self._keys.num_generations + first_P[numbers]
     ids_P, prompts_P, columns_P = self._prompts(drawn.batch)
     ids_B, prompts_B = [ids_P[i] for i in numbers], [prompts_P[i] for i in numbers]
     identity_B4 = np.array([(step, *whose_P[i], n) for i, n in zip(numbers, generation_B.tolist(), strict=True)])

@@ -34,13 +34,13 @@ class StopSignals:
           self._previous[number] = signal.signal(number, self._handle)
       reader, self._writer = os.pipe()
       os.set_blocking(self._writer, False)
-      signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+      self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
       threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
     return self
 
   def __exit__(self, *exception) -> None:
     if self._previous:
-      signal.set_wakeup_fd(-1)
+      signal.set_wakeup_fd(self._wakeup)
       os.close(self._writer)
     for number, handler in self._previous.items():
       signal.signal(number, handler)
@@ -78,7 +78,7 @@ class StopSignals:
         if interrupts > 1 and not self._is_ending:
           os.write(2, b"\nmaxghost: stopped by the second Ctrl-C, without saving\n")
           os._exit(EXIT_CODES[signal.SIGINT])
-        if self.requested is None and number[0] in EXIT_CODES:
+        if self.requested is None and number[0] in (signal.SIGINT, signal.SIGTERM):  # SIGHUP: the terminal is gone
           _say(number[0], "received; XLA ends its work first")
 
 
