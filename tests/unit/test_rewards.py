@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,14 +67,15 @@ def test_what_has_no_order_and_an_exit_are_no_rewards(made, said):
     rewards.judge({"own": own}, ["p", "p"], ["a", "b"], {})
 
 
-def test_half_precision_numbers_are_rewards_and_their_infinity_is_not(recwarn):
+@pytest.mark.parametrize("array", [functools.partial(np.array, dtype=np.float16), jnp.array, np.longdouble])
+def test_numbers_of_arrays_are_rewards_and_their_infinity_is_not(array, recwarn):
   for value in (2.5, np.inf, np.nan):
-    made = np.array([value, 1.0], np.float16)
+    made = [array(value), array(1)] if array is jnp.array else array([value, 1.0])
     judge = functools.partial(rewards.judge, {"own": lambda made=made, **_: made}, ["p", "p"], ["a", "b"], {})
     if value == 2.5:
       assert judge()["own"].tolist() == [2.5, 1.0]
     else:
-      with pytest.raises(rewards.RolloutError, match=f"reward own is {value}, no finite number"):
+      with pytest.raises(rewards.RolloutError, match=f"reward own is .*{value}.*, no finite number"):
         judge()
   assert not recwarn
 

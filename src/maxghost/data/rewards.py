@@ -96,7 +96,7 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
   for name, function in functions.items():
     try:
       made = function(prompts=list(prompts), completions=list(completions), **copy.deepcopy(columns))
-      given = [float(x) if isinstance(x, np.floating) else x for x in made]  # in float16, LARGEST is infinite
+      given = [x.item() if getattr(x, "ndim", None) == 0 else x for x in made]  # of NumPy, JAX or PyTorch
     except (Exception, SystemExit) as error:  # whatever the user's function does
       raise RolloutError(f"reward {name} failed: {_said(error)}; {_shown(prompts, completions, 0)}") from error
     if isinstance(made, dict | Set | str | bytes):
@@ -104,7 +104,7 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
     if len(given) != len(completions):
       raise RolloutError(f"reward {name} gave {len(given)} rewards for {len(completions)} answers; give one for each")
     for i, value in enumerate(given):
-      is_real = isinstance(value, int | float | np.integer | np.bool_)
+      is_real = isinstance(value, int | float | np.floating)
       if value is not None and not (is_real and abs(value) <= LARGEST):
         said = f"reward {name} is {value!r:.60}, no finite number and not None"
         raise RolloutError(f"{said}; {_shown(prompts, completions, i)}")
