@@ -502,8 +502,9 @@ def test_bad_files_are_named_with_their_line(corpus, tmp_path):
   assert f"x.jsonl at byte {len(good)}, line 2: not a line of JSON" in said(good + "{bad\n")
   assert "line 2: it has no turn of the assistant" in said(good + json.dumps({"messages": TURNS[:2]}) + "\n")
   assert "line 2: it has no messages" in said(good + '{"text": "x"}\n')
-  assert "line 2: not a line of JSON (maximum recursion depth" in said(good + "[" * 100_000 + "\n")
-  assert "line 2: maximum recursion depth" in said(good + json.dumps(sums(1)[0] | {"tools": "[" * 100_000}) + "\n")
+  deep = "(maximum recursion depth|Stack overflow)"  # from Python 3.14 on the latter
+  assert re.search(rf"line 2: not a line of JSON \({deep}", said(good + "[" * 100_000 + "\n"))
+  assert re.search(f"line 2: {deep}", said(good + json.dumps(sums(1)[0] | {"tools": "[" * 100_000}) + "\n"))
   steering = json.dumps(sums(1)[0] | {"domain": "a\x1b[2J"})
   assert "line 2: the domain 'a\\x1b[2J' holds control characters" in said(good + steering + "\n")
   assert "x.jsonl has text" in said('{"text": "x"}\n')

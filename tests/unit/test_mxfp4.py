@@ -136,5 +136,5 @@ def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path):
 
 def test_a_file_of_lists_in_lists_is_damaged(tmp_path):
   (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
-  with pytest.raises(LayoutError, match=r"index\.json is damaged or half copied: maximum recursion depth"):
+  with pytest.raises(LayoutError, match=r"index\.json is damaged or half copied: (maximum recursion|Stack overflow)"):
     safetensors_files.open_tensors(tmp_path)
