@@ -64,8 +64,8 @@ def _rows(cfg: Config, dataset, at_once: int) -> Iterator[Mapping[str, np.ndarra
   """The arrays of `at_once` rows at a time: of the validation sets that ask the teacher, then of every step."""
   taught = {name for name, one in plugins.OBJECTIVES.items() if one.reference == "teacher"}
   sets = zip(cfg.data.validation_sets.values(), cfg.set_objectives, strict=True)
-  sets = sets if cfg.ghost.ghost_enabled or cfg.run.eval_interval > 0 else ()
-  for domain in dict.fromkeys(domain for domain, objective in sets if objective in taught):
+  empty = {entry.domain for entry in dataset.summary() if entry.held_out == 0}  # only runs without scores allow that
+  for domain in dict.fromkeys(name for name, objective in sets if objective in taught and name not in empty):
     for index in range(-(-len(dataset.validation_rows(domain)) // at_once)):
       yield dataset.validation_batch(index, at_once, domain).arrays
   for _ in range(cfg.run.steps if cfg.optimizer.objective in taught else 0):
