@@ -62,16 +62,13 @@ def _run(cfg: Config) -> int:
 
 def _rows(cfg: Config, dataset, at_once: int) -> Iterator[Mapping[str, np.ndarray]]:
   """The arrays of `at_once` rows at a time: of the validation sets that ask the teacher, then of every step."""
-
-  def asks(objective: str) -> bool:
-    return plugins.OBJECTIVES[objective or cfg.optimizer.objective].reference == "teacher"
-
-  sets = zip(cfg.data.validation_sets.values(), cfg.data.validation_objectives, strict=True)
-  sets = sets if cfg.ghost.ghost_enabled or cfg.run.eval_interval > 0 else ()
-  for domain in dict.fromkeys(domain for domain, objective in sets if asks(objective)):
+  taught = {name for name, one in plugins.OBJECTIVES.items() if one.reference == "teacher"}
+  sets = zip(cfg.data.validation_sets.values(), cfg.set_objectives, strict=True)
+  empty = {entry.domain for entry in dataset.summary() if entry.held_out == 0}  # only runs without scores allow that
+  for domain in dict.fromkeys(name for name, objective in sets if objective in taught and name not in empty):
     for index in range(-(-len(dataset.validation_rows(domain)) // at_once)):
       yield dataset.validation_batch(index, at_once, domain).arrays
-  for _ in range(cfg.run.steps if asks("") else 0):
+  for _ in range(cfg.run.steps if cfg.optimizer.objective in taught else 0):
     arrays = next(dataset.train).arrays
     for first in range(0, len(arrays["inputs"]), at_once):
       yield {name: values[first : first + at_once] for name, values in arrays.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from maxghost import config, data
+from maxghost.data.__main__ import main
 from maxghost.data.sources import stdlib, synthetic
 from maxghost.training import console
 
@@ -147,3 +148,11 @@ def test_held_out_rows_that_repeat_are_said():
     f"ghost_val_batch_size={more}: domain '{name}'" for name in ("words", "digits")
   ]
   assert said(ghost_val_batch_size=more, ghost_enabled=False) == []
+
+
+def test_a_run_without_scores_and_evaluations_may_hold_nothing_out(capsys):
+  keys = "dataset_type=synthetic", "dataset_domain_bytes=9000", "ghost_val_fraction=0", "ghost_enabled=false"
+  cfg = config.load(None, *keys, "eval_interval=-1")
+  assert list(console.repeated_rows(cfg, 1, data.load_dataset(cfg.data))) == []
+  assert main(["show", *keys, "eval_interval=-1"]) == 0
+  assert "first window" in (said := capsys.readouterr().out) and "validation" not in said

@@ -316,6 +316,16 @@ def test_a_run_learns_from_logits_on_disk(taught, tmp_path, capsys):
   assert "is there already" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
+def test_rows_of_validation_sets_are_written_by_a_command_without_scores():
+  """A run with scores may read them later; it may be that there are none."""
+  keys = (*SMALL, *STUDENT, "distill_teacher=t", "ghost_enabled=false", "eval_interval=-1", "steps=2")
+  for share, held_out in ((0.25, True), (0.0, False)):
+    cfg = config.load(None, *keys, f"ghost_val_fraction={share}")
+    dataset = data.load_dataset(cfg.data, batch_size=8)
+    batches = -(-len(dataset.validation_rows()) // 8) if held_out else 0
+    assert len(list(distill_logits._rows(cfg, dataset, 8))) == batches + 2
+
+
 def test_logits_are_written_for_a_run_that_has_another_frozen_model(taught, tmp_path, capsys):
   """Pairs have the start of the run as their reference; a run with both needs the teacher's logits on disk."""
   pair = json.dumps({"prompt": "what?", "chosen": "yes, this", "rejected": "no"})

@@ -363,8 +363,10 @@ def test_records_without_an_id_are_not_named_by_an_empty_one(tmp_path, capsys):
 
 
 def test_ids_to_include_that_match_nothing_are_counted_or_refused(corpus, tmp_path):
-  file = tmp_path / "some.jsonl"
-  cfg = dataclasses.replace(corpus, dataset_include_file=str(file))
+  file, again = tmp_path / "some.jsonl", tmp_path / "again.jsonl"
+  again.write_text(line("d", 0, id="a-3") + "\n")  # an id of two records counts once
+  files = (*corpus.dataset_files, f"d={again}")
+  cfg = dataclasses.replace(corpus, dataset_include_file=str(file), dataset_files=files)
   file.write_text('{"id": "a-3"}\n{"id": "a-77"}\n{"domain": "a", "path": "no", "offset": 0}\n')
   dataset = data.load_dataset(cfg)
   note = f"dataset_include_file={file}: 2 of its 3 ids are those of no document of the data"

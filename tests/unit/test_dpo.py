@@ -18,6 +18,9 @@ from maxghost import adapters, config, objectives
 from maxghost.config import ConfigError
 from maxghost.data.types import Batch
 from maxghost.models import autodiff
+from maxghost.parallel.shardings import Layout
+from maxghost.training import compiled_steps
+from maxghost.training.plan import Plan
 
 S, V = tiny.SEGMENTS, tiny.VOCAB
 # Chosen and rejected rows in turn, with the same number of segments; the last two are empty. No target of row 5's last
@@ -277,6 +280,16 @@ def test_the_margin_compares_without_a_reference():
   plain = tiny.make_config(ghost_val_sets=("words", "m=pairs/*.jsonl@margin"))
   assert plain.reference == "" and plain.data.validation_sets == {"words": "words", "m": "m"}
   assert plain.data.validation_files("text") == {"pairs": ("m=pairs/*.jsonl",)}
+
+
+def test_an_evaluation_reads_whole_pairs():
+  """Though a batch of the run, whose rows are single ones, would part a pair."""
+  sets = ("m=m/*.jsonl@margin", "words")
+  cfg = tiny.make_config(per_device_batch_size=3, ghost_val_sets=sets, ghost_enabled=False)
+  with tiny.cheap_compilation():
+    program = compiled_steps.build(Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:1])))
+    assert cfg.eval_rows == 4 and program.executable("evaluate")
+  assert config.replace(cfg, ghost_val_sets=sets[::-1]).eval_rows == 3
 
 
 def test_micro_batches_hold_whole_pairs():

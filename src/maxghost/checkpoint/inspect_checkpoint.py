@@ -72,6 +72,5 @@ def main(argv: Sequence[str] | None = None, opener: Opener = open_tree) -> int:
   parser.add_argument("--json", action="store_true", help="print one JSON object")
   args = parser.parse(argv)
   content = inspect(args.path, opener)
-  for line in [json.dumps(content)] if args.json else _listing(content):
-    print(line)
+  print(*([json.dumps(content)] if args.json else _listing(content)), sep="\n")
   return 0

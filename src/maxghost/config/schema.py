@@ -457,6 +457,12 @@ class Config:
     return self.set_objectives[0]
 
   @property
+  def eval_rows(self) -> int:
+    """Rows of a batch of evaluations on each device: per_device_batch_size, rounded up to whole units."""
+    unit = plugins.OBJECTIVES[self.evaluated].rows_per_unit
+    return -(-self.data.per_device_batch_size // unit) * unit
+
+  @property
   def reference(self) -> str:
     """What the frozen second model of the run is, as in `plugins.Objective`; "" where there is none."""
     named = {self.optimizer.objective, *self.set_objectives}

@@ -120,11 +120,11 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _show(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
-  for line in [*(entry.line for entry in dataset.summary()), *dataset.notes()]:
-    print(printable(line))
+  print(*map(printable, [*(entry.line for entry in dataset.summary()), *dataset.notes()]), sep="\n")
   next(dataset.train)
   print(dataset.train.describe("first window"))
-  print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
+  if cfg.val_sets or cfg.run.eval_interval > 0:
+    print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
   return 0
 
 

@@ -162,7 +162,7 @@ def _parts(source: Source, cfg: DataConfig, seed: int, tokenizer: Tokenizer, lay
 def _listed(key: str, path: str, source: Source) -> np.ndarray:
   """Hashes of the ids in the file of a key; a note says how many of them no document has. Raises ConfigError."""
   said = f"{key}={path}"
-  hashes, unknown = read_ids(path, source, key)
+  hashes, unknown, asked = read_ids(path, source, key)
   if key == "dataset_exclude_file" and len(source) > MANY_DOCUMENTS:
     return hashes
   there = np.zeros(len(hashes), bool)
@@ -172,7 +172,7 @@ def _listed(key: str, path: str, source: Source) -> np.ndarray:
   if not there.any() and key == "dataset_include_file":
     raise ConfigError(f"{said}: none of its {lost:,} ids is that of a document of the data")
   if lost:
-    note = f"{said}: {lost:,} of its {len(hashes) + unknown:,} ids are those of no document of the data"
+    note = f"{said}: {lost:,} of its {asked:,} ids are those of no document of the data"
     source.notes = (*(old for old in source.notes if old != note), note)
   return hashes
 

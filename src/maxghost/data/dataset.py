@@ -122,8 +122,7 @@ class Dataset:
     the domain has no held-out documents."""
     rows = self.validation_rows(domain)
     num_rows //= 1 if rows.partner is None else 2  # a pair makes two rows of a batch
-    numbers = (index * num_rows + np.arange(num_rows)).tolist()
-    pieces = [(rows, number % len(rows), number // len(rows)) for number in numbers]
+    pieces = [(rows, n % len(rows), n // len(rows)) for n in range(index * num_rows, (index + 1) * num_rows)]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 
   @functools.cache  # noqa: B019 - one dataset per run

@@ -85,9 +85,9 @@ def write_ids(path: str, documents: Iterable[DocumentId]) -> int:
   return len(unique)
 
 
-def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int]:
+def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tuple[np.ndarray, int, int]:
   """Reads a file of `write_ids`, or of `{"id": ...}` lines that name records. Returns the sorted hashes (uint64) of the
-  documents' ids, and the number of record ids that no record has. Raises ConfigError naming the file and the line."""
+  documents' ids, the number of ids that no record has, and that of all. Raises ConfigError naming file and line."""
   with reading(path, f"{key}="):
     text = with_end(Path(path).expanduser()).read_text(encoding="utf-8")
   hashes: list[int] = []
@@ -107,7 +107,7 @@ def read_ids(path: str, source: Source, key: str = "dataset_exclude_file") -> tu
   of_records, unknown = _hashes_of(records, source, f"{key}={path}") if records else ([], [])
   if unknown and key == "dataset_exclude_file":
     raise ConfigError(f"{key}={path}, line {records[unknown[0]]}: no record of the data has the id {unknown[0]!r}")
-  return np.unique(np.array(hashes + of_records, np.uint64)), len(unknown)
+  return np.unique(np.array(hashes + of_records, np.uint64)), len(unknown), len({*hashes}) + len(records)
 
 
 def _hashes_of(records: dict[str, int], source: Source, said: str) -> tuple[list[int], list[str]]:

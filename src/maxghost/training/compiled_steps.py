@@ -116,7 +116,7 @@ def build(plan: Plan) -> Program:
     compare = own_objective.make_comparison(cfg, graphdef, rows)
     submit("compare_rows", time.perf_counter(), apart.closing(compare) if apart else compare, state, batch)
   if cfg.run.eval_interval > 0:
-    rows = batch_shapes(cfg, cfg.data.per_device_batch_size * layout.num_devices, layout, cfg.evaluated)
+    rows = batch_shapes(cfg, cfg.eval_rows * layout.num_devices, layout, cfg.evaluated)
     evaluate = step_lib.make_eval_step(cfg, graphdef)
     submit("evaluate", time.perf_counter(), apart.evaluation(evaluate) if apart else evaluate, state, rows)
   for name, (function, arguments, out) in (outer.Outer(apart).programs() if apart else {}).items():

@@ -102,10 +102,10 @@ def start_lines(plan: Plan, dataset, scored: Mapping[str, int], path: Path) -> l
 
 def repeated_rows(cfg: Config, num_devices: int, dataset) -> Iterator[str]:
   """A line for each key that asks for more held-out rows than there are."""
-  scored, batch = cfg.ghost.ghost_val_batch_size, cfg.data.per_device_batch_size * num_devices
-  many = cfg.run.eval_steps if cfg.run.eval_interval > 0 else 0
+  scored, many, batch = cfg.ghost.ghost_val_batch_size, cfg.run.eval_steps, cfg.eval_rows * num_devices
   asked = [(domain, scored, f"ghost_val_batch_size={scored}") for domain in cfg.val_sets.values()]
-  asked.append((dataset.val_domain, many * batch, f"eval_steps={many} batches of {batch} rows"))
+  if cfg.run.eval_interval > 0:
+    asked.append((dataset.val_domain, many * batch, f"eval_steps={many} batches of {batch} rows"))
   for domain, wanted, said in asked:
     rows = dataset.validation_rows(domain)
     if wanted > (there := len(rows) * (1 if rows.partner is None else 2)):

@@ -171,9 +171,8 @@ class TrainingLoop:
     self._read_started()
     self._sinks.watch(None, "evaluates", "evaluate")
     if not self._eval_batches:
-      num_rows = self._cfg.data.per_device_batch_size * self._plan.layout.num_devices
-      batches = [self._validation.draw(i, num_rows) for i in range(self._cfg.run.eval_steps)]
-      self._eval_batches = [self._plan.layout.put(batch.arrays) for batch in batches]
+      num_rows, put = self._cfg.eval_rows * self._plan.layout.num_devices, self._plan.layout.put
+      self._eval_batches = [put(self._validation.draw(i, num_rows).arrays) for i in range(self._cfg.run.eval_steps)]
     sums = [self._program.function("evaluate")(self._state, batch) for batch in self._eval_batches]
     assert self._pending is not None
     self._pending |= metrics.eval_metrics(jax.device_get(sums), self._cfg.evaluated)
