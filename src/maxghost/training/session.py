@@ -132,7 +132,7 @@ class Session:
     reweighter = None
     if cfg.ghost.ghost_reweight:
       weights = parse_weights(cfg.data, dataset.source.domains)
-      reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
+      reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id, plan.own.writes)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
     prepare = {name: create(cfg, own).prepared for name, own in zip(domains, cfg.set_objectives, strict=True)}
 
