@@ -26,11 +26,11 @@ STEPS = 23
 SOME = np.ones(3, bool)
 
 
-def open_run():
+def open_run(writes=True):
   cfg = config.load(None, *KEYS)
   dataset = data.load_dataset(cfg.data, 0)
   shares = {"words": 0.5, "digits": 0.3, "brackets": 0.2}
-  return dataset, Reweighter(cfg.ghost, shares, dataset.train, dataset.document_id)
+  return dataset, Reweighter(cfg.ghost, shares, dataset.train, dataset.document_id, writes)
 
 
 def outputs_of(batch, dataset):
@@ -128,6 +128,14 @@ def test_the_sums_of_all_processes_go_on_in_any_number_of_them(count, monkeypatc
     kept.append(again._sums_2D)
   np.testing.assert_array_equal(sum(kept), sum(own))
   assert count != 2 or all(map(np.array_equal, kept, own))
+
+
+def test_rows_that_two_processes_hold_count_once():
+  """As the other steps of the interval, if one process goes on with the sums of both."""
+  dataset, second = open_run(writes=False)
+  batch = next(dataset.train)
+  second.observe(0, outputs_of(batch, dataset), batch)
+  assert not np.any(second.state()["sums"])
 
 
 def test_forgetting_the_decisions_would_change_the_rows():

@@ -11,16 +11,20 @@ import pyarrow.parquet as pq
 import pytest
 from attribution_runs import make_run
 
-from maxghost import attribution, report, scores
+from maxghost import attribution, config, report, scores
 from maxghost.attribution.summary import summarize
 from maxghost.config import ConfigError
 from maxghost.config.files import check_seal
+from maxghost.parallel import distributed
+from maxghost.parallel.shardings import OwnRows
 from maxghost.scorelog import Writer, reader, selection, tokens
 from maxghost.scorelog.compact import compact
 from maxghost.scorelog.export import to_parquet
 from maxghost.scorelog.reader import _written
 from maxghost.scorelog.shard import DamagedShard, Shard
 from maxghost.training.score_recorder import ScoreRecorder, scored_rows
+from maxghost.training.session import Session
+from maxghost.training.state import Position
 
 SETS = ("manual", "exams")
 PERIOD = 4
@@ -185,6 +189,24 @@ def test_processes_that_wrote_nothing_yet_or_that_a_checkpoint_took_back_are_not
   assert len(attribution.load(tmp_path).shards) == 2
   Writer(tmp_path, SETS, period=PERIOD).restore(position)
   assert attribution.load(tmp_path).steps["step"].tolist() == [0]
+
+
+def test_a_process_whose_rows_another_writes_now_takes_its_later_rows_back(of_three, monkeypatch):
+  """Killed after step 5, and continued after step 2 on a mesh on which all processes hold the same rows."""
+  source = SimpleNamespace(fields=(), domains=("code",))
+  dataset = SimpleNamespace(fingerprint="", document_id=tuple, document_record=tuple, source=source)
+  cfg = config.load(None, f"ghost_log_period={PERIOD}", "ghost_val_sets=[manual,exams=code]")
+  checkpoint = Position(3, scores=[{"step": 2}, None, None])
+  monkeypatch.setattr(distributed, "count", lambda: 3)
+  for process in range(3):
+    monkeypatch.setattr(distributed, "index", lambda process=process: process)
+    monkeypatch.setattr(distributed, "is_first", lambda: False)
+    plan = SimpleNamespace(own=OwnRows(writes=not process), slices=None)
+    run = SimpleNamespace(_cfg=cfg, _path=of_three, _dataset=dataset, _plan=plan)
+    run._console = run._checkpoints = run._watch = None
+    assert (Session._open_sinks(run, checkpoint).scores is None) == (process > 0)
+  log = attribution.load(of_three)
+  assert sorted(log["step"].tolist()) == sorted(2 * [step for step in range(3) for _ in range(step % 3 + 2)])
 
 
 def test_scores_compacted_to_parquet_by_an_earlier_version_are_named(run_dir):

@@ -28,10 +28,10 @@ LAG = NUM_AHEAD + 4  # when step s is read, step s + 1 runs and NUM_AHEAD + 1 ba
 class Reweighter:
   """Watches the scores of each step and schedules changes of the mixture. shares: {domain: share of the rows} to start
   from. reader: has `mixture_domains` and `schedule_mixture(changes)`. document_id: (domain, path, offset) of a document
-  by its index."""
+  by its index. writes: whether this process adds its rows; another process may have the same rows."""
 
-  def __init__(self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable):
-    self._reader, self._names = reader, tuple(reader.mixture_domains)
+  def __init__(self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable, writes=True):
+    self._reader, self._names, self._writes = reader, tuple(reader.mixture_domains), writes
     self._every, self._size, self._floor = ghost.reweighting
     self._document = functools.cache(document_id)
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
@@ -44,7 +44,7 @@ class Reweighter:
 
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
     """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows not scored or not chosen do not count."""
-    if "contribution_BSK" in outputs and outputs["scored_ok"]:
+    if self._writes and "contribution_BSK" in outputs and outputs["scored_ok"]:
       counted_BS = scored_units(outputs, batch)[0]
       if "chosen_B" in outputs:
         counted_BS = counted_BS & outputs["chosen_B"][:, None]

@@ -132,7 +132,7 @@ class Session:
     reweighter = None
     if cfg.ghost.ghost_reweight:
       weights = parse_weights(cfg.data, dataset.source.domains)
-      reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id)
+      reweighter = Reweighter(cfg.ghost, weights, dataset.train, dataset.document_id, plan.own.writes)
       reweighter.restore(position.reweighting)  # before the first batch is drawn
     prepare = {name: create(cfg, own).prepared for name, own in zip(domains, cfg.set_objectives, strict=True)}
 
@@ -187,13 +187,12 @@ class Session:
       if cfg.model.num_experts > 1 and cfg.model.load_balance_loss_weight:
         for key in sorted(name for name in self._existing.changed if "pipeline" in name):
           say(f"{key} is another: the balance loss of experts is computed per micro-batch of the pipeline")
-      tree = restored.tree
       if frozen:
         _, kept = state.saved_parts(self._begun())
         base, other = cfg.checkpoint.given, cfg.optimizer.distill_teacher or cfg.adapter.lora_restore_path
         self._checkpoints.check_frozen(restored, kept, {"model": base, state.REFERENCE: other or base})
-        tree = state.merged(tree, kept)
-      return state.from_tree(tree, plan.state), position
+        restored = restored._replace(tree=state.merged(restored.tree, kept))
+      return state.from_tree(restored.tree, plan.state), position
     train_state = self._begun()
     if given := cfg.checkpoint.load_parameters_path:
       say(f"Starting from the parameters of {given}")
@@ -227,9 +226,10 @@ class Session:
       metrics_log.restore(position.metrics_bytes, position.metrics_crc)
       first = position.completed_steps if position.pending is None else position.pending["step"]
       followers = trackers.open_all(self._cfg, self._path, first)
-    if self._cfg.val_sets and self._plan.own.writes:
+    if self._cfg.val_sets:
       scores = score_recorder.open_recorder(self._cfg, self._dataset, self._path, self._plan.slices)
       scores.restore(position.scores_of(distributed.index()), position.completed_steps)
+      scores = scores if self._plan.own.writes else None  # it may have written on an earlier mesh
     by_domain = score_recorder.DomainSums(sets, domains, document, self._plan.own.writes)
     return Sinks(self._console, metrics_log, scores, self._checkpoints, followers, by_domain, self._watch)
 
