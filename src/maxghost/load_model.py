@@ -146,6 +146,8 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
 
   from maxghost import models
   from maxghost.adapters.quantized import quantize
+  from maxghost.parallel import distributed
+  from maxghost.parallel.shardings import spread
 
   flat: dict[Any, Any] = flatten_dict(wanted["model"])
   fresh = {slash_path(path): path for path in flat if "lora" in path or "_lora_" in path[-1]}
@@ -153,6 +155,10 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
   if given and not resumed:
     with naming("lora_restore_path", given):
       settings, restored = merge.open_adapter(given, cfg.model)
+      digest = distributed.Digest()
+      for _, array in sorted(restored.items()):
+        digest.of(array)
+      digest.check(given)
     there = {label: tuple(x.shape) for label, x in restored.items()}
     here = {label: tuple(flat[path].shape) for label, path in fresh.items()}
     unlike = sorted(label for label in there.keys() | here.keys() if there.get(label) != here.get(label))
@@ -177,8 +183,7 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
       parts = jax.jit(quantize, static_argnums=(1, 2, 3))(x, *narrow)
       prefix = "" if path[-1] == "kernel" else f"{path[-1]}_"  # a matrix of experts
       found |= {(*path[:-1], prefix + name): part for name, part in parts.items()}
-    put = {p: jax.device_put(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()}
-    return {"model": unflatten_dict(put)}
+    return {"model": unflatten_dict({p: spread(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()})}
 
   return read_all
 

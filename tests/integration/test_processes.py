@@ -335,6 +335,23 @@ def test_a_folder_that_is_not_shared_is_refused(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_processes_begin_with_the_same_model_or_say_so(folder, one_process):
+  """A path that is relative, or of a disk of its own, may hold another model in each process."""
+  Processes(folder, 1, "run_name=other", "init_weights_seed=5").succeed()
+  changes = (f"base_output_directory={folder}", "load_parameters_path=model", "checkpoint_period=0")
+  for name, models in (("like", [one_process] * 2), ("unlike", [one_process, folder / "other"])):
+    for index, model in enumerate(models):
+      shutil.copytree(model, folder / name / str(index) / "model")
+    for code, err in two_in_folders_of_their_own(folder / name, *changes, f"run_name=from_{name}"):
+      assert (code == 0) == (name == "like"), err[-3000:]
+      assert code == 0 or "reads other arrays than process 0; give all the same files" in err, err[-3000:]
+      assert "Traceback" not in err
+  assert train.main([*KEYS, *changes[::2], f"load_parameters_path={one_process}", "run_name=from_one"]) == 0
+  assert_same_run(folder / "from_like", folder / "from_one")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_of_unlike_data_say_so(folder):
   for index in range(2):

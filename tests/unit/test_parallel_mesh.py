@@ -23,7 +23,7 @@ from maxghost.config import ConfigError
 from maxghost.parallel import collectives, distributed, rendezvous, topologies
 from maxghost.parallel import mesh as meshes
 from maxghost.parallel.axis_rules import DEFAULT_RULES, make_rules, unused_axes
-from maxghost.parallel.shardings import Layout, check_rules, check_spread, own_rows
+from maxghost.parallel.shardings import Layout, check_rules, check_spread, own_rows, spread
 from maxghost.serving import Engine, Generator
 from maxghost.training import devices, state
 from maxghost.training.plan import Plan
@@ -112,6 +112,11 @@ def test_rules_are_read_in_order_and_no_mesh_axis_is_spent_twice():
     (("mpl",), (8,), r"axis 'mpl' of a/b has no rule; did you mean 'mlp'\?; add \[mpl"),
     (("mlp", "heads"), (8, 8), r"a/b with axes \(mlp, heads\): axis 'heads' wants mesh axes tensor, which another"),
     (("mlp",), (6,), r"a/b: axis 'mlp' of size 6 does not divide over tensor 4 = 4 devices; use at most 2"),
+    (
+      ("vocab",),
+      (259,),
+      "axis 'vocab' of size 259 .* tensor 4 = 4 devices; use vocab_size=260, at most 1 of them there",
+    ),
     (("mlp",), (6, 4), r"a/b has shape \(6, 4\), but 1 logical axes"),
   ],
 )
@@ -565,3 +570,29 @@ def test_what_serving_and_checkpoints_compile_on_a_mesh_has_few_collectives_at_o
   monkeypatch.setattr(jax, "jit", lambda f, **given: options.append(given.get("compiler_options")) or jit(f, **given))
   checksum.checksums(jax.tree.leaves(state))
   assert options == [{"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if count > 1 else {}] * 8
+
+
+def test_an_array_of_several_processes_is_spread_without_bringing_it_to_each_device(monkeypatch):
+  """`jax.device_put` would put it there whole, once for every process, to compare them."""
+  value, elsewhere = np.arange(6.0).reshape(3, 2), types.SimpleNamespace(is_fully_addressable=False)
+  monkeypatch.setattr(jax, "device_put", None)
+  monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, where, part: (shape, where, part(np.s_[1:2])))
+  shape, where, part = spread(value, elsewhere)
+  assert shape == (3, 2) and where is elsewhere and part.tolist() == [[2, 3]]
+
+
+def test_processes_that_read_other_arrays_are_told_apart(monkeypatch):
+  one, other = np.arange(40.0).reshape(20, 2), np.arange(40.0).reshape(20, 2)
+  other[-1, 1] = 0
+  monkeypatch.setattr(distributed, "count", lambda: 3)
+  digests = [distributed.Digest() for _ in range(3)]
+  for digest, arrays in zip(digests, ([one, np.float32(2)], [one, np.float32(2)], [other, np.float32(2)]), strict=True):
+    assert [digest.of(array) is array for array in arrays] == [True, True]
+  crcs = [digest._crc for digest in digests]
+  monkeypatch.setattr(distributed, "gather", lambda _: crcs[:2])
+  digests[0].check("model")
+  monkeypatch.setattr(distributed, "gather", lambda _: crcs)
+  with pytest.raises(
+    ConfigError, match=r"^model: process 2 reads other arrays than process 0; give all the same files$"
+  ):
+    digests[0].check("model")

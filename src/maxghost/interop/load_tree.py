@@ -74,13 +74,16 @@ def open_load(path: str | os.PathLike | Checkpoint, wanted: Mapping[str, Any], *
   def read_all() -> dict:
     import jax
 
-    reader = LayerReader(_HOLD_BYTES)
+    from maxghost.parallel import distributed
+
+    reader, digest = LayerReader(_HOLD_BYTES), distributed.Digest()
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
       block = read_block(reader, leaf)
       if source.values_from == "maxtext":
         block = change_leaf(leaf.path, block, head_dim, rope_pairs, MAXGHOST)
-      arrays[leaf.path] = _put(block, leaf.key_impl, _look_up(wanted, leaf.path))
+      arrays[leaf.path] = _put(digest.of(block), leaf.key_impl, _look_up(wanted, leaf.path))
+    digest.check(str(path))
     kept, left_out = {}, []
     for leaf in found.fresh:
       like = _look_up(wanted, leaf)
@@ -153,6 +156,9 @@ def _look_up(tree: Any, path: TreePath) -> Any:
 def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
   import jax
 
-  is_key, sharding = key_impl and layouts_store.is_typed_key(wanted), getattr(wanted, "sharding", None)
-  value = jax.random.wrap_key_data(jax.numpy.asarray(block), impl=key_impl) if is_key else block
-  return value if sharding is None else jax.device_put(value, sharding)
+  from maxghost.parallel.shardings import spread
+
+  sharding = getattr(wanted, "sharding", None)
+  value = block if sharding is None else spread(block, sharding)
+  is_key = key_impl and layouts_store.is_typed_key(wanted)
+  return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=key_impl) if is_key else value

@@ -102,9 +102,10 @@ class AxisRules:
       return axes
     if name == BATCH:  # for few validation rows: the mesh axes that do not divide them hold copies
       return self.leading(axes, size)
-    meshes = " x ".join(f"{axis} {self.sizes[axis]}" for axis in axes)
-    said = f"{label}: axis '{name}' of size {size} does not divide over {meshes} = {self.parts(axes)} devices"
-    use = f"use at most {math.gcd(size, self.parts(axes))} of them there, or give it other mesh axes"
+    meshes, parts = " x ".join(f"{axis} {self.sizes[axis]}" for axis in axes), self.parts(axes)
+    said = f"{label}: axis '{name}' of size {size} does not divide over {meshes} = {parts} devices"
+    wider = f"vocab_size={size + -size % parts}, " if name == "vocab" else ""  # the tokenizer never uses the added ids
+    use = f"use {wider}at most {math.gcd(size, parts)} of them there, or give it other mesh axes"
     raise ConfigError(f"{said}; {use}, such as logical_axis_rules=[[{name}, []]]")
 
   def leading(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:

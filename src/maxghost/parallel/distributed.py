@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,27 @@ def check_same_config(cfg: Config) -> None:
   if is_first() and (skew := max(clocks) - min(clocks)) > MOST_SKEW:
     late = f"maxghost: note: the clock of process {int(np.argmin(clocks))} is {skew:.0f} s behind"
     print(f"{late}; times in files will not agree", file=sys.stderr)
+
+
+class Digest:
+  """A checksum of arrays that each process reads by itself, of 9 entries, or all, along the leading axis of each."""
+
+  def __init__(self):
+    self._crc = 0
+
+  def of(self, array: np.ndarray) -> np.ndarray:
+    """Counts the array, and returns it."""
+    if count() > 1:
+      entries = np.atleast_1d(array)
+      sample = entries[np.unique(np.linspace(0, len(entries) - 1, 9).astype(int))]
+      self._crc = zlib.crc32(sample.tobytes(), self._crc)
+    return array
+
+  def check(self, said: str) -> None:
+    """Raises ConfigError on every process, naming one that has read other arrays than process 0. Waits for all."""
+    found = gather(self._crc)
+    if unlike := [process for process, crc in enumerate(found) if crc != found[0]]:
+      raise ConfigError(f"{said}: process {unlike[0]} reads other arrays than process 0; give all the same files")
 
 
 class Exchange:

@@ -159,6 +159,15 @@ class Layout:
     return jax.make_array_from_process_local_data(self.rows(num_rows, apart), arrays, shapes)
 
 
+def spread(value: np.ndarray | jax.Array, sharding: Sharding) -> jax.Array:
+  """An array of which each process gives its parts of `value`, which all have whole. `jax.device_put` compares the
+  values first, and for that puts the whole array of every process on every device."""
+  if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
+    return jax.device_put(value, sharding)
+  whole = np.asarray(value)
+  return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
 @contextlib.contextmanager
 def setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
   """Sets the variable inside a `with` block."""
