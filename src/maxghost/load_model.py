@@ -1,5 +1,6 @@
 """Loads a model from a run, a checkpoint, an imported folder or a Hugging Face folder, for the commands."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
 from maxghost.interop.linen_scaling import head_changes, unscaled
-from maxghost.interop.load_tree import open_load
+from maxghost.interop.load_tree import Taken, open_load
 from maxghost.interop.model_path import ModelPlace, plain
 
 
@@ -145,7 +146,7 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
   from flax.traverse_util import flatten_dict, unflatten_dict
 
   from maxghost import models
-  from maxghost.adapters.quantized import quantize
+  from maxghost.adapters.quantized import quantize_layers
   from maxghost.parallel import distributed
   from maxghost.parallel.shardings import spread
 
@@ -167,22 +168,25 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
       keys = f"lora_rank={settings.rank} lora_alpha={settings.scale * settings.rank:.9g}"
       raise ConfigError(f"lora_restore_path={given} does not fit the adapters of this run: {what}; it has {keys}")
   kernels = {tuple(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(models.create_abstract(plain(cfg))))}
-  same = {p: p in flat and flat[p].dtype == v.dtype for p, v in kernels.items()}
-  asked = {p: flat[p] if same[p] else jax.ShapeDtypeStruct(v.shape, v.dtype) for p, v in kernels.items()}
+
+  def narrowed(v) -> Taken:
+    in_axes, out_axes = v.get_metadata()["matrix"]
+    qtype, depth = cfg.adapter.lora_weight_qtype, len(v.shape) - in_axes - out_axes
+    return Taken(v.shape, v.dtype, functools.partial(quantize_layers, qtype=qtype, depth=depth, in_axes=in_axes))
+
+  asked = {
+    p: narrowed(v) if p not in flat else flat[p] if flat[p].dtype == v.dtype else jax.ShapeDtypeStruct(v.shape, v.dtype)
+    for p, v in kernels.items()
+  }
   read = open_given(place, plain(cfg), {"model": unflatten_dict(asked)}) if place else lambda: {"model": {}}
 
   def read_all() -> dict:
     found: dict[Any, Any] = {fresh[label]: x for label, x in restored.items()}
     arrays: dict[Any, Any] = flatten_dict(read()["model"])
     for path, x in arrays.items():
-      if path in flat:
-        found[path] = x
-        continue
-      in_axes, out_axes = kernels[path].get_metadata()["matrix"]
-      narrow = cfg.adapter.lora_weight_qtype, x.ndim - in_axes - out_axes, in_axes
-      parts = jax.jit(quantize, static_argnums=(1, 2, 3))(x, *narrow)
-      prefix = "" if path[-1] == "kernel" else f"{path[-1]}_"  # a matrix of experts
-      found |= {(*path[:-1], prefix + name): part for name, part in parts.items()}
+      if path not in flat:  # (..., matrix, part); a matrix of experts has a name of its own
+        path = (*path[:-2], path[-1] if path[-2] == "kernel" else "_".join(path[-2:]))
+      found[path] = x
     return {"model": unflatten_dict({p: spread(x.astype(flat[p].dtype), flat[p].sharding) for p, x in found.items()})}
 
   return read_all

@@ -13,7 +13,7 @@ import oracles
 import pytest
 import routed
 import tiny
-from flax import nnx
+from flax import nnx, traverse_util
 from test_adapters import FLOAT64, LORA, MergedGradients
 from train_steps import TRAIN, VALIDATION, Run
 
@@ -205,3 +205,28 @@ def test_the_frozen_matrices_of_a_seed_do_not_depend_on_the_mesh():
 def test_what_cannot_be_held_in_few_bits_is_refused(changes, text):
   with pytest.raises(ConfigError, match=re.escape(text)):
     adapters.create_abstract(tiny.make_config(**(LORA | {"lora_weight_qtype": "nf4"} | changes)))
+
+
+@pytest.mark.parametrize("shape", [(48, 20), (3, 48, 20), (2, 3, 36, 20)])
+@pytest.mark.parametrize("qtype", ["int8", "nf4"])
+def test_layers_narrowed_one_by_one_are_those_of_the_stack(qtype, shape):
+  kernel, depth = np.random.default_rng(4).standard_normal(shape, np.float32), len(shape) - 2
+  parts = quantized.quantize_layers(kernel, qtype, depth, 1)
+  held = quantized.dequantize({name: jnp.asarray(x) for name, x in parts.items()}, qtype, jnp.float32, depth)
+  expected = quantized.dequantize(quantized.quantize(jnp.asarray(kernel), qtype, depth, 1), qtype, jnp.float32, depth)
+  assert {name: x.shape for name, x in parts.items()} == {
+    name: x.shape for name, x in quantized.quantize(jnp.asarray(kernel), qtype, depth, 1).items()
+  }
+  np.testing.assert_allclose(held, expected, rtol=2e-7)
+
+
+def test_what_a_run_reads_is_not_computed_first():
+  """The start of QLoRA on a large model would need more memory than its steps."""
+  cfg = config.replace(tiny.make_config(), **LORA, lora_weight_qtype="nf4")
+  whole = traverse_util.flatten_dict(state.to_tree(state.create_split(cfg)[1]))
+  read = {path for path in whole if path[0] == "model" and "lora" not in path}
+  _, fresh = state.create_split(cfg, without=read)
+  made = traverse_util.flatten_dict(state.to_tree(fresh))
+  assert made.keys() == whole.keys() - read and len(read) > 8
+  for path, x in made.items():
+    assert np.asarray(x).tobytes() == np.asarray(whole[path]).tobytes(), path

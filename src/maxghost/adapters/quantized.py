@@ -10,12 +10,14 @@ int4: (code - z) q for codes 0 to 15; t is 8. The step q is s 2^(-k/8), s the la
 *stack layer axes; d inputs over all input axes; *O output axes; p outputs in all. E experts, R rows of tokens.
 """
 
+import functools
 import itertools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxghost.adapters.lora import adapted
@@ -78,6 +80,16 @@ def quantize(kernel, qtype: str, depth: int, in_axes: int, what: str = "a matrix
   scale = jnp.abs(rest).max(-1)
   rest = jnp.round(rest / jnp.where(scale == 0, 1, scale)[..., None] * _STEPS).astype(jnp.int8).reshape(sizes.shape)
   return {"codes": _packed(index, stack, outputs), "sizes": rest, "size_scales": scale, "size_means": mean}
+
+
+def quantize_layers(kernel: np.ndarray, qtype: str, depth: int, in_axes: int) -> dict[str, np.ndarray]:
+  """`quantize` of a kernel in host memory: the device holds one layer of a stack at a time, in float32."""
+  run = functools.partial(_quantize, qtype=qtype, depth=max(depth - 1, 0), in_axes=in_axes)
+  parts = [jax.device_get(run(layer)) for layer in (kernel if depth else [kernel])]
+  return {name: np.stack([one[name] for one in parts]) if depth else x for name, x in parts[0].items()}
+
+
+_quantize = jax.jit(quantize, static_argnames=("qtype", "depth", "in_axes"))
 
 
 def _int4(blocks):

@@ -25,6 +25,15 @@ _HOLD_BYTES = 1 << 30
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
+@dataclass(frozen=True)
+class Taken:
+  """A leaf of `wanted` that `take` makes of the array in host memory, which is then freed; it may give several."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  take: Callable[[np.ndarray], Any]
+
+
 def load_tree(path: str | os.PathLike, wanted: Mapping[str, Any], **options: Any) -> dict:
   """Arrays of the checkpoint `path` in the nested dict `wanted`; all of `open_load` in one call."""
   return open_load(path, wanted, **options)()
@@ -39,12 +48,12 @@ def open_load(path: str | os.PathLike | Checkpoint, wanted: Mapping[str, Any], *
   named by `say`. Where `wanted` has no array, `clip_factor` is 1 and the others are left out.
 
   path: the checkpoint folder, or a Hugging Face model folder; or one that was read. wanted: {"model": {...}[,
-  "optimizer": {...}][, ...]}, with leaves that have shape and dtype (jax.ShapeDtypeStruct); one without a sharding is
-  read as a numpy array. head_dim: rescales query weights in MaxText's convention (see `linen_scaling`); None = never.
-  rope_pairs: reorders such query and key heads. widen: whether a parameter may have a narrower float dtype, whose
-  values the wanted one holds exactly. say: receives each message for the user. Returns a function that reads the arrays
-  and returns them nested as in `wanted`. Raises LayoutError, which names every parameter and moment that is missing or
-  has another shape or dtype.
+  "optimizer": {...}][, ...]}, with leaves that have shape and dtype (jax.ShapeDtypeStruct, `Taken`); one without a
+  sharding is read as a numpy array. head_dim: rescales query weights in MaxText's convention (see `linen_scaling`);
+  None = never. rope_pairs: reorders such query and key heads. widen: whether a parameter may have a narrower float
+  dtype, whose values the wanted one holds exactly. say: receives each message for the user. Returns a function that
+  reads the arrays and returns them nested as in `wanted`. Raises LayoutError, which names every parameter and moment
+  that is missing or has another shape or dtype.
   """
   source = path if isinstance(path, Checkpoint) else read_checkpoint(open_tree(path))
   path = source.raw.origin
@@ -158,6 +167,8 @@ def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
 
   from maxghost.parallel.shardings import spread
 
+  if isinstance(wanted, Taken):
+    return wanted.take(block)
   sharding = getattr(wanted, "sharding", None)
   value = block if sharding is None else spread(block, sharding)
   is_key = key_impl and layouts_store.is_typed_key(wanted)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 import maxghost
 from maxghost import config
@@ -208,14 +209,17 @@ class Session:
 
   def _begun(self) -> Any:
     """The initial state of the run. A reference model is a copy of its parameters, or the teacher."""
-    tree = state.to_tree(state.create_split(self._cfg, self._plan.layout, self._plan.teacher)[1])
-    if self._read_parameters:
-      tree = state.merged(tree, self._read_parameters())
-    if state.REFERENCE in tree:
+    plan, wanted = self._plan, state.to_tree(self._plan.inner)
+    given = self._read_parameters() if self._read_parameters else {}
+    reference = wanted.get(state.REFERENCE, {})
+    without = flatten_dict(given).keys() | flatten_dict({state.REFERENCE: reference}).keys()
+    fresh = state.create_split(self._cfg, plan.layout, plan.teacher, without)[1]
+    tree = state.merged(state.to_tree(fresh), given)
+    if reference:
       model = self._read_teacher()["model"] if self._read_teacher else tree["model"]
-      tree[state.REFERENCE] = jax.tree.map(jnp.copy, state.chosen(model, tree[state.REFERENCE]))
-    begun = state.from_tree(tree, self._plan.inner)
-    return self._plan.apart.begin(begun) if self._plan.apart else begun
+      tree[state.REFERENCE] = jax.tree.map(jnp.copy, state.chosen(model, reference))
+    begun = state.from_tree(tree, plan.inner)
+    return plan.apart.begin(begun) if plan.apart else begun
 
   def _open_sinks(self, position: Position) -> Sinks:
     """Opens the logs at a position; later records are removed."""

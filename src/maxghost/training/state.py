@@ -1,7 +1,7 @@
 """The state of a run: `TrainStateNNX`, which a step changes, and `Position`, the rest of a checkpoint."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -104,15 +104,20 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
   return nnx.filterlib.PathIn(*(paths[label] for label in found))
 
 
-def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None) -> Split:
-  """(graphdef, state) of a fresh train state, created in `layout` by one compiled call. The layout changes no value."""
+def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None,
+                 without: Container[tuple[str, ...]] = ()) -> Split:  # fmt: skip
+  """(graphdef, state) of a fresh train state, created in `layout` by one compiled call. The layout changes no value.
+  without: paths as in `to_tree` of arrays that the state lacks and nothing computes, as they come from elsewhere."""
   graphdef, abstract = abstract_split(cfg, teacher)
+
+  def kept(path: tuple, _) -> bool:
+    return tuple(map(str, path)) not in without
 
   def init():
     with use(layout):
-      return host_memory.put(cfg, nnx.state(create(cfg, teacher)))
+      return nnx.filter_state(host_memory.put(cfg, nnx.state(create(cfg, teacher))), kept)
 
-  shardings = None if layout is None else layout.shardings(abstract)
+  shardings = None if layout is None else layout.shardings(nnx.filter_state(abstract, kept))
   return graphdef, jax.jit(init, compiler_options=compiler_options(layout), out_shardings=shardings)()
 
 
