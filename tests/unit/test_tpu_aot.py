@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxghost import config
+from maxghost.adapters import quantized
 from maxghost.ghost import ledger, low_rank
 from maxghost.models import attention
 from maxghost.objectives import tiled, tiled_losses
 from maxghost.parallel import shardings
+from maxghost.training import state
 
 pytestmark = pytest.mark.tpu_aot
 ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -282,3 +285,21 @@ def compiled_step(compiled_for_tpu, keys):
   with shardings.tracing_for("tpu"):
     step, _ = make_train_step(cfg, graphdef, abstract, batch, num_segments=1, num_sets=max(len(val_batches), 1))
   return compiled_for_tpu(step, abstract, batch, val_batches, donate=(0,))
+
+
+def test_a_start_on_nf4_fits_where_its_steps_do(compiled_for_tpu):
+  """llama3-8b on 16 GB: what a run does not read is made without the rest, and a base is narrowed layer by layer."""
+  cfg = config.load(None, "model_name=llama3-8b", "weight_dtype=bfloat16", "lora_rank=16", "lora_weight_qtype=nf4")
+  flat = traverse_util.flatten_dict(state.to_tree(state.abstract_split(cfg)[1]))
+  read = {path for path in flat if path[0] == "model" and "lora" not in path}
+
+  def made(_):
+    return nnx.filter_state(nnx.state(state.create(cfg)), lambda path, _: tuple(map(str, path)) not in read)
+
+  def narrowed(layer):
+    return quantized.quantize(layer, "nf4", 0, 1)
+
+  layer = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
+  for run, argument in ((made, jax.ShapeDtypeStruct((), jnp.float32)), (narrowed, layer)):
+    sizes = compiled_for_tpu(run, argument).memory_analysis()
+    assert sizes.temp_size_in_bytes + sizes.output_size_in_bytes < 1e9
