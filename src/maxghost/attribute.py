@@ -297,7 +297,6 @@ def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> I
   also where no step after them has a learning rate; `method` LESS needs none."""
   import jax
   import numpy as np
-  from flax.traverse_util import flatten_dict
 
   from maxghost import load_model, optimizers
   from maxghost.attribution.offline import Point
@@ -313,9 +312,7 @@ def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> I
   for step, path in paths.items():
     whole = has_optimizer(path)
     tree = state.merged(base, load_tree(path, wanted if whole else {"model": wanted["model"]}))
-    if not whole:
-      _, fresh = state.create_split(cfg, without=flatten_dict(tree).keys())
-      tree = state.merged(state.to_tree(fresh), tree)
+    tree = tree if whole else state.completed(tree, cfg)
     moved = moved or bool(rate_of(tree["optimizer"]["step"]))
     if not moved and path == paths[max(paths)]:
       raise ConfigError(f"{path}: the step after it has learning rate 0, so every value is 0; name earlier checkpoints")

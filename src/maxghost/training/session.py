@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 
 import maxghost
 from maxghost import config
@@ -209,13 +208,9 @@ class Session:
 
   def _begun(self) -> Any:
     """The initial state of the run. A reference model is a copy of its parameters, or the teacher."""
-    plan, wanted = self._plan, state.to_tree(self._plan.inner)
-    given = self._read_parameters() if self._read_parameters else {}
-    reference = wanted.get(state.REFERENCE, {})
-    without = flatten_dict(given).keys() | flatten_dict({state.REFERENCE: reference}).keys()
-    fresh = state.create_split(self._cfg, plan.layout, plan.teacher, without)[1]
-    tree = state.merged(state.to_tree(fresh), given)
-    if reference:
+    plan, given = self._plan, self._read_parameters() if self._read_parameters else {}
+    tree = state.completed(given, self._cfg, plan.layout, plan.teacher)
+    if reference := state.to_tree(plan.inner).get(state.REFERENCE):
       model = self._read_teacher()["model"] if self._read_teacher else tree["model"]
       tree[state.REFERENCE] = jax.tree.map(jnp.copy, state.chosen(model, reference))
     begun = state.from_tree(tree, plan.inner)

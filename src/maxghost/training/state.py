@@ -1,7 +1,7 @@
 """The state of a run: `TrainStateNNX`, which a step changes, and `Position`, the rest of a checkpoint."""
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -105,13 +105,13 @@ def trainable(cfg: Config, model: nnx.Module) -> nnx.filterlib.Filter:
 
 
 def create_split(cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None,
-                 without: Container[tuple[str, ...]] = ()) -> Split:  # fmt: skip
+                 without: Callable[[tuple[str, ...]], bool] = lambda path: False) -> Split:  # fmt: skip
   """(graphdef, state) of a fresh train state, created in `layout` by one compiled call. The layout changes no value.
-  without: paths as in `to_tree` of arrays that the state lacks and nothing computes, as they come from elsewhere."""
+  without: whether the state lacks the array of a path as in `to_tree`, and nothing computes it."""
   graphdef, abstract = abstract_split(cfg, teacher)
 
   def kept(path: tuple, _) -> bool:
-    return tuple(map(str, path)) not in without
+    return not without(tuple(map(str, path)))
 
   def init():
     with use(layout):
@@ -192,6 +192,13 @@ def merged(tree: Mapping, other: Mapping) -> dict:
 def to_tree(state: nnx.State) -> dict:
   """A train state as a nested dict of arrays with text keys, {"model": {...}, "optimizer": {...}, ...}."""
   return unflatten_dict({tuple(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)})
+
+
+def completed(given: Mapping, cfg: Config, layout: Layout | None = None, teacher: ModelConfig | None = None) -> dict:
+  """A train state's tree: the arrays of `given`, and fresh ones where it has none; of a reference model only those."""
+  known = flatten_dict(given)
+  _, fresh = create_split(cfg, layout, teacher, without=lambda path: path in known or path[0] == REFERENCE)
+  return merged(to_tree(fresh), given)
 
 
 def chosen(tree: Mapping, wanted: Mapping) -> dict:
