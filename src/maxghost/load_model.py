@@ -158,7 +158,7 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
       settings, restored = merge.open_adapter(given, cfg.model)
       digest = distributed.Digest()
       for _, array in sorted(restored.items()):
-        digest.of(array)
+        digest.add(array)
       digest.check(given)
     there = {label: tuple(x.shape) for label, x in restored.items()}
     here = {label: tuple(flat[path].shape) for label, path in fresh.items()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from maxghost import config, load_model, models, scorelog, train
 from maxghost.checkpoint.compare import compare_checkpoints
 from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError, open_tree
+from maxghost.interop import load_tree as load_tree_module
 from maxghost.interop.convert import convert
 from maxghost.interop.linen_scaling import main, rescale_checkpoint, rescale_leaf, unscaled
 from maxghost.interop.load_tree import load_tree, open_load
@@ -84,6 +86,46 @@ def test_load_parameters_path_takes_a_maxtext_checkpoint(tmp_path):
     load_model.check_config(given(tmp_path / "nowhere"))
   with pytest.raises(LayoutError, match=rf"^load_parameters_path={source}: .* misses decoder/layers/self_attention"):
     load_model.open_given(load_model.check_config(cfg), cfg, wanted)
+
+
+def test_a_process_reads_the_part_of_its_devices(tmp_path, monkeypatch):
+  """Of MaxText's layout, with heads to reorder, and of its own; from devices that lie together, and that do not."""
+  source = unpack("linen_scanned", tmp_path)
+  own = tmp_path / "own"
+  convert(source, own, to="maxghost", params_only=True, say=silent)
+  mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("a", "b", "c"))
+  model, read, sizes = {"model": to_tree(train_state()[1])["model"]}, load_tree_module.read_block, []
+
+  def placed(x, devices):
+    axes = iter("cab")  # the last dimension of a head among them
+    spec = [next(axes, None) if size % 2 == 0 else None for size in x.shape[::-1]][::-1]
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    indices = lambda shape: {d: i for d, i in sharding.devices_indices_map(shape).items() if d.id in devices}  # noqa: E731
+    about = {"is_fully_addressable": False, "is_fully_replicated": sharding.is_fully_replicated}
+    where = types.SimpleNamespace(addressable_devices_indices_map=indices, **about)
+    return types.SimpleNamespace(shape=x.shape, dtype=x.dtype, sharding=where)
+
+  def parts(shape, where, part):
+    indices = where.addressable_devices_indices_map(shape)
+    return types.SimpleNamespace(on={device: part(index) for device, index in indices.items()})
+
+  def counted(reader, leaf, index=None):
+    sizes.append(read(reader, leaf, index).size)
+    return read(reader, leaf, index)
+
+  monkeypatch.setattr(jax, "make_array_from_callback", parts)
+  monkeypatch.setattr(load_tree_module, "read_block", counted)
+  monkeypatch.setattr(load_tree_module, "_samples", lambda shape: [])
+  for path, options in ((source, {"head_dim": 4, "rope_pairs": True}), (own, {})):
+    whole = load_tree(path, model, **options, say=silent)
+    for devices in ({0, 1, 2, 3}, {3, 7}, {1, 6}):
+      wanted = jax.tree.map(lambda x, devices=devices: placed(x, devices), model)
+      sizes.clear()
+      found = load_tree(path, wanted, **options, say=silent)
+      for x, value, like in zip(*map(jax.tree.leaves, (whole, found, wanted)), strict=True):
+        for device, index in like.sharding.addressable_devices_indices_map(x.shape).items():
+          np.testing.assert_array_equal(value.on[device], x[index])
+      assert devices == {1, 6} or sum(sizes) < 0.9 * sum(x.size for x in jax.tree.leaves(whole)), devices
 
 
 def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_path):

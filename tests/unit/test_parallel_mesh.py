@@ -576,7 +576,7 @@ def test_an_array_of_several_processes_is_spread_without_bringing_it_to_each_dev
   """`jax.device_put` would put it there whole, once for every process, to compare them."""
   value, elsewhere = np.arange(6.0).reshape(3, 2), types.SimpleNamespace(is_fully_addressable=False)
   monkeypatch.setattr(jax, "device_put", None)
-  monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, where, part: (shape, where, part(np.s_[1:2])))
+  monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, where, part: (shape, where, part(np.s_[1:2, :])))
   shape, where, part = spread(value, elsewhere)
   assert shape == (3, 2) and where is elsewhere and part.tolist() == [[2, 3]]
 
@@ -587,7 +587,8 @@ def test_processes_that_read_other_arrays_are_told_apart(monkeypatch):
   monkeypatch.setattr(distributed, "count", lambda: 3)
   digests = [distributed.Digest() for _ in range(3)]
   for digest, arrays in zip(digests, ([one, np.float32(2)], [one, np.float32(2)], [other, np.float32(2)]), strict=True):
-    assert [digest.of(array) is array for array in arrays] == [True, True]
+    for array in arrays:
+      digest.add(array)
   crcs = [digest._crc for digest in digests]
   monkeypatch.setattr(distributed, "gather", lambda _: crcs[:2])
   digests[0].check("model")

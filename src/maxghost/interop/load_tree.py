@@ -88,10 +88,14 @@ def open_load(path: str | os.PathLike | Checkpoint, wanted: Mapping[str, Any], *
     reader, digest = LayerReader(_HOLD_BYTES), distributed.Digest()
     arrays: dict[TreePath, Any] = {}
     for leaf in found.leaves:
-      block = read_block(reader, leaf)
-      if source.values_from == "maxtext":
+      like, of_maxtext = _look_up(wanted, leaf.path), source.values_from == "maxtext"
+      index = _own_block(leaf.shape, like, whole_heads=of_maxtext)
+      block = read_block(reader, leaf, index)
+      for sample in [block] if index is None else (read_block(reader, leaf, at) for at in _samples(leaf.shape)):
+        digest.add(sample)
+      if of_maxtext:
         block = change_leaf(leaf.path, block, head_dim, rope_pairs, MAXGHOST)
-      arrays[leaf.path] = _put(digest.of(block), leaf.key_impl, _look_up(wanted, leaf.path))
+      arrays[leaf.path] = _put(block, leaf.key_impl, like, leaf.shape, index)
     digest.check(str(path))
     kept, left_out = {}, []
     for leaf in found.fresh:
@@ -162,7 +166,28 @@ def _look_up(tree: Any, path: TreePath) -> Any:
   return tree
 
 
-def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
+def _own_block(shape: tuple[int, ...], wanted: Any, *, whole_heads: bool) -> tuple[slice, ...] | None:
+  """What this process reads of an array of this shape: what its devices hold of it, or None for all.
+
+  whole_heads: whether heads, of the last axis, may be reordered.
+  """
+  from maxghost.parallel.shardings import local_block
+
+  sharding = getattr(wanted, "sharding", None)
+  if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated:
+    return None
+  block = local_block(shape, sharding)
+  return (*block[:-1], slice(0, shape[-1])) if whole_heads else block
+
+
+def _samples(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+  """The first, middle and last entry of an array along its leading axis, as blocks."""
+  places = dict.fromkeys((0, shape[0] // 2, shape[0] - 1))
+  return [(slice(i, i + 1), *(slice(0, size) for size in shape[1:])) for i in places]
+
+
+def _put(block: np.ndarray, key_impl: str | None, wanted: Any, shape: Any = None, index: Any = None) -> Any:
+  """wanted: what `block` becomes: of an array of this shape, the part at `index`, or all."""
   import jax
 
   from maxghost.parallel.shardings import spread
@@ -170,6 +195,6 @@ def _put(block: np.ndarray, key_impl: str | None, wanted: Any) -> Any:
   if isinstance(wanted, Taken):
     return wanted.take(block)
   sharding = getattr(wanted, "sharding", None)
-  value = block if sharding is None else spread(block, sharding)
+  value = block if sharding is None else spread(block, sharding, shape, [s.start for s in index or ()] or 0)
   is_key = key_impl and layouts_store.is_typed_key(wanted)
   return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=key_impl) if is_key else value

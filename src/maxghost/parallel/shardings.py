@@ -159,13 +159,26 @@ class Layout:
     return jax.make_array_from_process_local_data(self.rows(num_rows, apart), arrays, shapes)
 
 
-def spread(value: np.ndarray | jax.Array, sharding: Sharding) -> jax.Array:
-  """An array of which each process gives its parts of `value`, which all have whole. `jax.device_put` compares the
-  values first, and for that puts the whole array of every process on every device."""
+def local_block(shape: Sequence[int], sharding: Sharding) -> tuple[slice, ...]:
+  """The smallest block of an array of this shape that has the parts of all devices of this process."""
+  parts: Any = sharding.addressable_devices_indices_map(tuple(shape)).values()
+  sides = [[s.indices(size)[:2] for s in side] for size, side in zip(shape, zip(*parts, strict=True), strict=True)]
+  return tuple(slice(min(start for start, _ in side), max(stop for _, stop in side)) for side in sides)
+
+
+def spread(value: np.ndarray | jax.Array, sharding: Sharding, shape: Any = None, start: Any = 0) -> jax.Array:
+  """An array of which each process gives its parts of `value`, which all have whole; or of a `local_block` of an array
+  of this shape, which begins at `start` in each dimension. `jax.device_put` compares the values first, and for that
+  puts the whole array of every process on every device."""
   if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
     return jax.device_put(value, sharding)
-  whole = np.asarray(value)
-  return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+  own, shape = np.asarray(value), np.shape(value) if shape is None else shape
+
+  def part(index: Any) -> np.ndarray:
+    bounds = np.reshape([s.indices(size)[:2] for s, size in zip(index, shape, strict=True)], (-1, 2))
+    return own[tuple(slice(*side) for side in (bounds - np.reshape(start, (-1, 1))).astype(int))]
+
+  return jax.make_array_from_callback(shape, sharding, part)
 
 
 @contextlib.contextmanager
