@@ -316,6 +316,24 @@ def test_an_objective_whose_units_read_each_other_is_refused(read, monkeypatch, 
   assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+def test_a_loss_without_a_forward_mode_is_refused(monkeypatch, tmp_path, capsys):
+  scaled = jax.custom_vjp(lambda x: 2 * x)
+  scaled.defvjp(lambda x: (2 * x, None), lambda _, cotangent: (2 * cotangent,))
+
+  class Backward(PairMean):
+    schedules = ("two_pass",)
+
+    def measured_head(self, model, x, batch):
+      losses_BT, weights_BT, metrics = super().measured_head(model, x, batch)
+      return scaled(losses_BT), weights_BT, metrics
+
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Backward))
+  arguments = [f"{key}={value}" for key, value in (RUN | {"ghost_schedule": "forward_mode"}).items()]
+  assert train.main([*arguments, f"base_output_directory={tmp_path}", "ghost_val_sets=words"]) == 2
+  assert "custom_vjp has no forward mode, by which ghost_schedule=forward_mode" in capsys.readouterr().err
+  assert not (tmp_path / "run").exists()
+
+
 def trained(folder):
   arguments = [f"{key}={value}" for key, value in RUN.items()]
   with tiny.cheap_compilation():

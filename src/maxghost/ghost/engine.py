@@ -24,6 +24,7 @@ from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.passes import total
+from maxghost.models import autodiff
 from maxghost.objectives import Objective, as_objective, create
 from maxghost.objectives.base import refuse_loss
 from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
@@ -36,15 +37,12 @@ _BOUND = (types.MethodType, types.CellType, functools.partial)
 def _own_names():
   """Errors name the arguments of GhostEngine, not keys of the trainer."""
   try:
-    yield
+    with autodiff.without_forward_mode():
+      yield
   except ValueError as error:
     text = str(error).replace("ghost_schedule=forward_mode", "engine='jvp'")
+    text = text.replace("ghost_schedule=two_pass", "engine='graddotprod' or 'perexample'")
     raise ValueError(re.sub(r"\bghost_(schedule|direction|rank|exclude)\b", r"\1", text)) from error
-  except TypeError as error:
-    if "custom_vjp" not in str(error):
-      raise
-    said = "a jax.custom_vjp has no forward mode, by which engine='jvp' and rules without a `score` of their own score"
-    raise ValueError(f"{said}: write it, or use engine='graddotprod' or 'perexample'") from error
 
 
 @jax.tree_util.register_dataclass

@@ -13,6 +13,7 @@ import numpy as np
 
 from maxghost.config import Config, ConfigError, plugins, replace
 from maxghost.ghost.attach import Twin
+from maxghost.models import autodiff
 from maxghost.parallel import distributed, shardings
 from maxghost.training import outer, own_objective, scoring
 from maxghost.training import step as step_lib
@@ -127,12 +128,13 @@ def build(plan: Plan) -> Program:
 
 def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,
           out_shardings: Any = None) -> jax.stages.Lowered:  # fmt: skip
-  """Lowers a function. A train or outer step donates its state and returns it with the same shardings."""
+  """Lowers a function. A train or outer step donates its state and returns it with the same shardings. Raises
+  ConfigError for a loss without the forward mode that ghost_schedule=forward_mode needs."""
   options: dict[str, Any] = {"out_shardings": out_shardings}
   if name in ("train_step", "plain_step") or name.startswith(outer.OUTER_STEP):
     options = {"donate_argnums": (0,), "out_shardings": (layout.shardings(arguments[0]), None)}
   function.__name__ = name  # what profiles and JAX's own compile log call it
-  with shardings.use(layout):
+  with shardings.use(layout), autodiff.without_forward_mode():
     return jax.jit(function, **options).lower(*arguments)
 
 
