@@ -310,6 +310,8 @@ def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> I
   base = load_model.frozen(cfg, frozen) if frozen else {}
   rate_of, moved = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps), method == LESS
   for step, path in paths.items():
+    if not path.is_dir():  # it was there when the command began
+      raise ConfigError(f"{path} is gone: a run in training removes old ones; name newer ones, or wait for its end")
     whole = has_optimizer(path)
     tree = state.merged(base, load_tree(path, wanted if whole else {"model": wanted["model"]}))
     tree = tree if whole else state.completed(tree, cfg)

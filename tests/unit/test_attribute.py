@@ -344,13 +344,13 @@ def test_scores_that_are_not_finite_leave_nothing_behind(trained, tmp_path, caps
 
 
 def test_a_checkpoint_is_found_from_inside_it_and_a_model_by_a_number(tmp_path, monkeypatch):
-  step, model = tmp_path / "run" / "checkpoints" / "3", tmp_path / "7"
-  for folder, config_of in ((step, step.parents[1]), (model, model)):
+  step, *models = (tmp_path / name for name in ("run/checkpoints/3", "7", "imported"))
+  for folder, config_of in ((step, step.parents[1]), *zip(models, models, strict=True)):
     folder.mkdir(parents=True)
     (config_of / "config.yml").write_text("steps: 3\n")
   monkeypatch.chdir(step)
   assert attribute.resolve([Path()]) == (step.parents[1], {3: Path()})
-  assert attribute.resolve([model]) == (model, {0: model})
+  assert [attribute.resolve([model]) for model in models] == [(model, {0: model}) for model in models]
 
 
 def test_ranks_do_not_tell_apart_what_the_error_does_not(tmp_path, monkeypatch):
@@ -524,9 +524,6 @@ def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
   run_dir, paths = attribute.resolve([tmp_path])
   assert run_dir == tmp_path and list(paths) == [9, 10, 200]
   assert list(attribute.resolve([tmp_path / "checkpoints" / "9"])[1]) == [9]
-  (tmp_path / "imported").mkdir()
-  (tmp_path / "imported" / "config.yml").write_text("")
-  assert attribute.resolve([tmp_path / "imported"]) == (tmp_path / "imported", {0: tmp_path / "imported"})
 
 
 def saved(cfg, folder, *parts):
@@ -555,6 +552,8 @@ def test_a_checkpoint_loads_as_the_state_that_was_saved(tmp_path):
   with pytest.raises(ConfigError, match=r"checkpoints/7: the step after it has learning rate 0.* name earlier"):
     next(attribute.points(still, paths))
   assert next(attribute.points(still, paths, index.LESS)).step == 7, "it takes the mean of the rates before"
+  with pytest.raises(ConfigError, match=r"checkpoints/6 is gone: a run in training removes old ones; name newer ones"):
+    next(attribute.points(CFG, {6: tmp_path / "checkpoints" / "6"}))
 
 
 def test_without_optimizer_state_the_direction_must_be_named(tmp_path):

@@ -19,6 +19,8 @@ from maxghost import config, scorelog
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import plugins
 from maxghost.ghost import rules
+from maxghost.parallel import distributed
+from maxghost.training import devices
 from maxghost.training.state import to_tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +142,19 @@ def test_the_table_of_what_is_exact_names_what_is_refused():
       keys = {**choice, "ghost_schedule": schedule, **needs.get(choice.get("objective"), {})}
       with contextlib.nullcontext() if cell != "-" else pytest.raises(config.ConfigError):
         config.load(None, *(f"{name}={given}" for name, given in keys.items()))
+
+
+def test_what_several_processes_refuse_is_on_their_page(monkeypatch):
+  layout = devices.Layout.of(config.load().parallel)
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  said = (ROOT / "docs/multihost.md").read_text("utf-8").partition("Several processes do not support")[2]
+  needs = {"max_target_length": 64, "ghost_schedule": "two_pass", "packing": "none", "max_completion_length": 9}
+  for text in ("objective=grpo", "sample_every=5", "ghost_select=topk", "ghost_detail=token"):
+    key, _, value = text.partition("=")
+    cfg = config.load(None, *(f"{name}={x}" for name, x in {**needs, key: value}.items()))
+    with pytest.raises(config.ConfigError, match=rf"{text}\b.* process"):
+      devices.check_layout(cfg, layout)
+    assert f"`{key}" in said
 
 
 def test_values_on_the_pages_are_values_of_their_keys():

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def manager(tmp_path):
   said = []
   made = CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "near"), say=said.append)
   made.said = said
+  assert made.restore_latest({}) is None  # as every run does at its start
   yield made
   made.close()
 
@@ -165,7 +167,6 @@ def test_a_damaged_list_of_attempts_is_named(tmp_path, manager, meshes, damage):
 def test_one_from_before_the_run_went_on_elsewhere_is_left_out(tmp_path, manager, meshes, local):
   """As of a machine that was away while the others began again at an earlier step."""
   tree = tree_of(meshes[0], ("a", "b"))
-  assert manager.restore_latest(abstract(tree)) is None
   manager.save(2, tree, {})
   manager.wait()
   manager.save(6, tree, {"of": "first"}, local=True)
@@ -256,7 +257,7 @@ def test_a_process_that_cannot_read_its_part_leaves_no_other_waiting(tmp_path, m
   name = written.names()[0]
 
   def restore(index):
-    near = LocalCheckpoints(tmp_path / str(index), tmp_path, f"y{index}")
+    near = LocalCheckpoints(tmp_path / str(index), tmp_path, f"y{index}", [("x", 0)])
     if near.usable() != [name]:
       return "not usable"
     reason = ""
@@ -351,6 +352,26 @@ def test_what_is_no_checkpoint_is_passed_over(tmp_path, manager, meshes):
   (manager._local.folder / ".DS_Store").write_text("")
   (manager._local.folder / f"5-{manager._local.attempt}").mkdir()
   assert manager.newest() == "the local one of step 2" and manager.restore_latest(abstract(tree)).step == 2
+
+
+def test_a_copy_of_the_run_neither_reads_nor_removes_the_local_ones_of_the_run(tmp_path, manager, meshes):
+  """Both have the same folder on a machine: it is named after the run and its word, which are copied too."""
+  tree, said = tree_of(meshes[0], ("a", "b")), []
+  manager.save(2, tree, {})
+  manager.wait()
+  shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")
+  goes_on = CheckpointManager(tmp_path / "run" / "checkpoints", local=str(tmp_path / "near"), say=said.append)
+  assert goes_on.restore_latest(abstract(tree)).step == 2
+  goes_on.save(6, tree, {}, local=True)
+  goes_on._local.wait()
+  copied = CheckpointManager(tmp_path / "elsewhere/run/checkpoints", local=str(tmp_path / "near"), say=said.append)
+  assert copied.restore_latest(abstract(tree)).step == 2 and "6-" in said[-1] and "copy of this run wrote" in said[-1]
+  copied.save(3, tree, {}, local=True)
+  copied._local.wait()
+  assert folders(tmp_path) == ["3", "6"]
+  assert goes_on.restore_latest(abstract(tree)).step == 6
+  goes_on.close()
+  copied.close()
 
 
 @pytest.mark.parametrize(

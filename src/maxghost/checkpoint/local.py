@@ -15,6 +15,7 @@ import json
 import math
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -68,11 +69,10 @@ class LocalCheckpoints:
   def __init__(self, folder: Path, shared: Path, attempt: str, attempts: Sequence[tuple[str, int]] = (),
                say: Callable[[str], None] = print):  # fmt: skip
     self.folder, self.attempt, self._say = folder, attempt, say
-    self._shared, self._attempts = shared, attempts
+    self._shared, self._attempts = shared, [*attempts, (attempt, sys.maxsize)]  # it has not continued after a step yet
     self._machines = machines()
-    self._shift = peer_shift(self._machines)
-    if distributed.count() > 1 and not self._shift:
-      self._shift = distributed.count() // 2
+    self._shift = peer_shift(self._machines) or distributed.count() // 2
+    if distributed.count() > 1 and not peer_shift(self._machines):
       uneven = "machines have unlike numbers of processes, so that some copies stay on the machine of the original"
       self._say(f"maxghost: note: local checkpoints: {uneven}; start as many processes on each machine")
     self._pool = ThreadPoolExecutor(1, "local-checkpoint")
@@ -129,8 +129,10 @@ class LocalCheckpoints:
 
   def usable(self) -> list[str]:
     """Names of the checkpoints of which the processes have all pieces between them, oldest first."""
-    headers = {}
-    for name in self.names():
+    headers, names = {}, self.names()
+    if others := ", ".join(sorted({path.name for path in self.folder.glob("[0-9]*-*")} - {*names})):
+      self._say(f"maxghost: local checkpoints {others} in {self.folder} are left out: another copy of this run wrote them")
+    for name in names:
       self._places[name] = {}
       for path in sorted((self.folder / name).glob("*.json")):
         if header := self._read_header(path):
@@ -193,8 +195,8 @@ class LocalCheckpoints:
       _write(shared, {str(distributed.index()): (lent, blobs)}, {"leaves": leaves})
 
   def names(self) -> list[str]:
-    """Names of all checkpoints of which this machine has a part."""
-    return [path.name for path in self.folder.glob("*") if path.name.partition("-")[0].isdecimal()]
+    """Names of the run's checkpoints of which this machine has a part. A copy of the run has attempts of its own."""
+    return [path.name for path in self.folder.glob("[0-9]*-*") if path.name.partition("-")[2] in dict(self._attempts)]
 
   def newest(self) -> int:
     """The step of the newest checkpoint that a process of this machine has written completely; -1 for none."""
@@ -203,8 +205,7 @@ class LocalCheckpoints:
   def _is_current(self, name: str) -> bool:
     """Whether no later attempt continued from an earlier step, and so wrote records and scores anew."""
     step, words = step_of(name), [word for word, _ in self._attempts]
-    later = self._attempts[words.index(attempt) + 1 :] if (attempt := name.partition("-")[2]) in words else ()
-    gone_on = min((begun for _, begun in later), default=step)
+    gone_on = min(begun for _, begun in self._attempts[words.index(name.partition("-")[2]) + 1 :] or [("", step)])
     if gone_on < step:
       self._say(f"maxghost: local checkpoint {self.folder / name} is left out: the run went on from step {gone_on}")
     return gone_on >= step
@@ -261,9 +262,8 @@ def peer_shift(machines: Sequence[int]) -> int:
 
 def _exchange(pieces: Sequence[Piece], blobs: Sequence[np.ndarray], shift: int) -> tuple[list[Piece], list[np.ndarray]]:
   """Sends pieces to the process `shift` after this one; returns those of the one `shift` before, and their bytes."""
-  count = distributed.count()
   said = distributed.gather([[*pieces], sum(map(len, blobs))])
-  (received, left), most = said[(distributed.index() - shift) % count], max(size for _, size in said)
+  (received, left), most = said[(distributed.index() - shift) % len(said)], max(size for _, size in said)
   size, chunks = min(CHUNK, -(-most // 4) * 4), []
   if most:
     send, flow = _sender(size // 4, shift), _chunks(blobs, size)

@@ -175,10 +175,8 @@ class CheckpointManager:
       path = self._local.folder / name if self._local and name else self.path(step)
       try:
         restored = self._read(step, name, wanted)
-      except CheckpointError:
-        raise
       except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if isinstance(error, CheckpointError) or "RESOURCE_EXHAUSTED" in str(error):
           raise
         reason = f"{type(error).__name__}: {first_line(error)}"
       reason = next(filter(None, distributed.gather(reason)), "")  # all use what all can read
