@@ -365,7 +365,7 @@ def test_a_copy_of_the_run_neither_reads_nor_removes_the_local_ones_of_the_run(t
   goes_on.save(6, tree, {}, local=True)
   goes_on._local.wait()
   copied = CheckpointManager(tmp_path / "elsewhere/run/checkpoints", local=str(tmp_path / "near"), say=said.append)
-  assert copied.restore_latest(abstract(tree)).step == 2 and "6-" in said[-1] and "copy of this run wrote" in said[-1]
+  assert copied.restore_latest(abstract(tree)).step == 2 and "6-" in said[-1] and "another copy of the run" in said[-1]
   copied.save(3, tree, {}, local=True)
   copied._local.wait()
   assert folders(tmp_path) == ["3", "6"]

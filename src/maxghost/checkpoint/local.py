@@ -131,7 +131,7 @@ class LocalCheckpoints:
     """Names of the checkpoints of which the processes have all pieces between them, oldest first."""
     headers, names = {}, self.names()
     if others := ", ".join(sorted({path.name for path in self.folder.glob("[0-9]*-*")} - {*names})):
-      self._say(f"maxghost: local checkpoints {others} in {self.folder} are left out: another copy of this run wrote them")
+      self._say(f"maxghost: local checkpoints {others} in {self.folder} are left out: another copy of the run has them")
     for name in names:
       self._places[name] = {}
       for path in sorted((self.folder / name).glob("*.json")):
