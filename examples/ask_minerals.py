@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 
 import finetune_smollm2
+import planting
 
-from maxghost import attribute, train
+from maxghost import attribute
 
-FOLDER, RUN = Path("corpora/minerals"), Path("runs/minerals")
+FOLDER = Path("corpora/minerals")
 NAMES = [f"{start}{end}" for start, end in itertools.product(
   ("velk", "torm", "ashb", "quor", "lind", "drav", "ferr", "obsc"), ("ite", "arine", "onyx"))]  # fmt: skip
 # What is asked in training and of the target, the answer, and what it may say.
@@ -55,12 +56,16 @@ def make() -> None:
 
 
 def main(argv: list[str]) -> int:
+  if {"-h", "--help"} & set(argv):
+    print(__doc__)
+    return 0
+  arguments = ["configs/minerals.yml", *argv]
+  planting.check(arguments)
   make()
   finetune_smollm2.base()
-  if code := train.main(["configs/minerals.yml", *argv]):
-    return code
-  data = [f"minerals={FOLDER / 'train.jsonl'}"]
-  return attribute.main([str(RUN), "--data", *data, "--index", str(RUN / "index")])
+  cfg = planting.finish(arguments)
+  run = Path(cfg.run.base_output_directory) / cfg.run.run_name
+  return attribute.main([str(run), "--data", f"minerals={FOLDER / 'train.jsonl'}", "--index", str(run / "index")])
 
 
 if __name__ == "__main__":

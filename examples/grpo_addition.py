@@ -14,7 +14,7 @@ import random
 import sys
 from pathlib import Path
 
-from maxghost import load_model, train
+from maxghost import config, load_model, train
 from maxghost.data.tokenizers import ByteTokenizer
 from maxghost.report import main as report
 from maxghost.serving import Generator
@@ -56,9 +56,13 @@ def share_right(name: str, pairs: list[tuple[int, int]]) -> float:
   return sum(text == str(a + b) for text, (a, b) in zip(said, pairs, strict=True)) / len(pairs)
 
 
-def run(name: str, *more: str, **keys) -> None:
-  settings = [f"{key}={value}" for key, value in (MODEL | keys).items()]
-  if code := train.main(["configs/base.yml", f"run_name={name}", *settings, *more]):
+def command(name: str, *more: str, **keys) -> list[str]:
+  """The arguments of the run of this name."""
+  return ["configs/base.yml", f"run_name={name}", *(f"{key}={value}" for key, value in (MODEL | keys).items()), *more]
+
+
+def run(arguments: list[str]) -> None:
+  if code := train.main(arguments):
     sys.exit(code)
 
 
@@ -73,14 +77,22 @@ def mean_reward(name: str) -> tuple[float, float]:
 def main(arguments: list[str]) -> None:
   if {"-h", "--help"} & set(arguments):
     return print(__doc__)
-  write(FOLDER / "form.jsonl", lambda a, b, rng: rng.randrange(20, 99))
-  unseen = write(FOLDER / "sums.jsonl", lambda a, b, rng: a + b)
-  run("addition-form", dataset_files=f"[sums={FOLDER / 'form.jsonl'}]", objective="sft", steps=150, learning_rate=2e-3,
+  form = command(
+      "addition-form", dataset_files=f"[sums={FOLDER / 'form.jsonl'}]", objective="sft", steps=150, learning_rate=2e-3,
       per_device_batch_size=128, ghost_enabled="false", checkpoint_period=150)  # fmt: skip
-  run("addition", *arguments, dataset_files=f"[sums={FOLDER / 'sums.jsonl'}]", objective="grpo",
+  reward = command(
+      "addition", *arguments, dataset_files=f"[sums={FOLDER / 'sums.jsonl'}]", objective="grpo",
       load_parameters_path="runs/addition-form", reward_functions=f"[{Path(__file__).resolve()}:right_digits]",
       num_generations=16, per_device_batch_size=512, max_completion_length=3, scale_rewards="none", grpo_beta=0.04,
       learning_rate=1e-3, steps=2500, checkpoint_period=1000, ghost_detail="total", ghost_every=10)  # fmt: skip
+  try:
+    config.load(*reward)
+  except config.ConfigError:
+    run(reward)  # says what is wrong, before the first run
+  write(FOLDER / "form.jsonl", lambda a, b, rng: rng.randrange(20, 99))
+  unseen = write(FOLDER / "sums.jsonl", lambda a, b, rng: a + b)
+  run(form)
+  run(reward)
   first, last = mean_reward("addition")
   print(f"mean reward: {first:.3f} in the first tenth of the steps, {last:.3f} in the last")
   before, after = (share_right(name, unseen) for name in ("addition-form", "addition"))

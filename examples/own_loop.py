@@ -29,6 +29,8 @@ def make_batch(rng: np.random.Generator, num: int) -> dict:
   return {"x": x, "y": x[:, :3].argmax(1)}  # the class is the largest of the first three values
 
 
+if sys.argv[1:2] and sys.argv[1].startswith("-"):
+  sys.exit("usage: python examples/own_loop.py [FOLDER]")
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 rng = np.random.default_rng(0)
 model, rate = Mlp(nnx.Rngs(0)), 0.1

@@ -159,6 +159,14 @@ def tell(run: str, pool: str = "", target: str = "") -> dict[str, float]:
   return {"all": auroc(is_planted, score), "task": auroc(is_planted[task], score[task])}
 
 
+def check(arguments: list[str]) -> None:
+  """Ends the program if training would refuse these arguments, before anything is made or trained for it."""
+  try:
+    config.load(*arguments)
+  except config.ConfigError:
+    sys.exit(train.main(arguments))  # which says what is wrong
+
+
 def finish(arguments: list[str]) -> config.Config:
   """Trains with these arguments, or continues the run, and returns the configuration.
 
@@ -179,9 +187,10 @@ def main(config_file: str, prepare: Callable[[], None], argv: list[str]) -> int:
 
   argv: `key=value` settings of the run, and --baselines for those that need gradients of each example.
   """
-  parser = argparse.ArgumentParser()
-  parser.add_argument("--baselines", action="store_true")
+  parser = argparse.ArgumentParser(usage="%(prog)s [--baselines] [key=value ...]", allow_abbrev=False)
+  parser.add_argument("--baselines", action="store_true", help="also the gradient norm and LESS")
   options, changes = parser.parse_known_args(argv)
+  check([config_file, *changes])
   begin = time.perf_counter()
   prepare()
   cfg = finish([config_file, *changes])

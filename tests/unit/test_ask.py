@@ -271,6 +271,8 @@ def test_a_chunk_ends_where_the_next_one_begins_also_if_that_one_is_not_indexed(
     assert offline.build_index(CFG, iter(points(CFG)), corpus, tmp_path / "index", 1, 1, 8) == 1
   config.save(attribute.as_run(CFG, [pattern], ("notes",)), tmp_path / "index" / "config.yml")
   sources = sources_of(CFG, tmp_path)
+  with pytest.raises(config.ConfigError, match="token id 99999: the vocabulary"):  # once the sources of another token
+    sources.of_answer([1], [99999])
   assert sources._texts_of([0]) == [text[23:47]]
   assert words.Words(tmp_path / "index", 1)._number.keys() == {*words.words_of(text[23:47])}
 

@@ -206,6 +206,23 @@ def test_tasks_and_dialogues_of_the_chat_demonstration(demonstration, tmp_path, 
   assert cfg.adapter.lora_rank and cfg.data.dataset_files == (f"tasks={made.FOLDER}/train.jsonl",)
 
 
+def test_wrong_settings_are_named_before_anything_is_made(demonstration, monkeypatch, capsys):
+  """They were refused only after a base model had been trained, or another one imported."""
+  minerals, base = (demonstration(name) for name in ("ask_minerals", "finetune_base"))
+  for main in (
+    minerals.main,
+    lambda argv: base.planting.main("configs/finetune-base.yml", base.prepare, argv),
+    run("grpo_addition.py", monkeypatch)["main"],
+  ):
+    with pytest.raises(SystemExit) as ended:
+      main(["learning_rat=1"])
+    assert ended.value.code == 2 and "did you mean 'learning_rate'?" in capsys.readouterr().err
+  assert minerals.main(["--help"]) == 0 and "ask_minerals.py" in capsys.readouterr().out
+  with pytest.raises(SystemExit, match="usage"):
+    run("own_loop.py", monkeypatch, "--help")
+  assert [path.name for path in Path().iterdir()] == ["configs"]
+
+
 def test_help_of_the_addition_trains_nothing(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   run("grpo_addition.py", monkeypatch)["main"](["--help"])

@@ -66,14 +66,15 @@ class Sources:
   def of_answer(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], top: int = 10) -> dict[str, Any]:
     """The sources of an answer (docs/asking.md lists the keys); the query is its loss, summed over its tokens.
 
-    nats of a document are the sum of its token_nats. Raises ConfigError for an empty prompt or answer, or a long one.
+    nats of a document are the sum of its token_nats. Raises ConfigError for no ids, too many, or unknown ones.
     """
-    num = len(answer_ids)
+    ids_T, num, size = np.array([*prompt_ids, *answer_ids], np.int32), len(answer_ids), self.cfg.model.vocab_size
     if not len(prompt_ids) or not num:
       raise ConfigError("a question and its answer need at least one token each")
     if 0 < (most := self.cfg.model.trainable_position_size) < len(prompt_ids) + num - 1:
       raise ConfigError(f"question and answer have {len(prompt_ids) + num} tokens: the model has {most} positions")
-    ids_T = np.array([*prompt_ids, *answer_ids], np.int32)
+    if len(wrong := ids_T[(ids_T < 0) | (ids_T >= size)]):
+      raise ConfigError(f"token id {wrong[0]}: the vocabulary of the model has the ids 0 to {size - 1}")
     self._compile(len(ids_T))
     begin = time.perf_counter()
     logp_A, tokens = self._asked(ids_T, num)
@@ -122,8 +123,7 @@ class Sources:
     for side, values in (("inputs", ids_T[:-1]), ("targets", ids_T[1:])):
       row[side][0, :used], row[f"{side}_position"][0, :used] = values, np.arange(used)
       row[f"{side}_segmentation"][0, :used] = 1
-    places = np.full(-(-num // _PLACES) * _PLACES, -1, np.int32)
-    places[:num] = np.arange(used - num, used)
+    places = np.pad(np.arange(used - num, used, dtype=np.int32), (0, -num % _PLACES), constant_values=-1)
     found, logp_A = [], np.zeros(num)
     for state, step in self._held:
       parts = [jax.device_get(ask(state, step, row, some)) for some in places.reshape(-1, _PLACES)]
