@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import routed
 import tiny
 from flax import nnx
 from train_steps import REFERENCE_SEED, Run
@@ -19,7 +20,7 @@ from maxghost.config import ConfigError
 from maxghost.data.types import Batch
 from maxghost.models import autodiff
 from maxghost.parallel.shardings import Layout
-from maxghost.training import compiled_steps
+from maxghost.training import compiled_steps, metrics
 from maxghost.training.plan import Plan
 
 S, V = tiny.SEGMENTS, tiny.VOCAB
@@ -305,6 +306,21 @@ def test_micro_batches_hold_whole_pairs():
   assert np.abs(out["contribution_BSK"][[1, 2, 4]]).max() > 0
   before, after = (run.snapshot().params for run in (whole, parts))
   assert all(oracles.relative_error(after[label], before[label]) < 1e-12 for label in before)
+
+
+def test_what_is_logged_of_experts_has_the_weights_of_pairs():
+  """lm_loss is the loss without the balance, and the load that of all tokens, with micro-batches too."""
+  experts = routed.MIXTRAL | {"base_num_decoder_layers": 1, "ghost_enabled": False, "remat_policy": "none"}
+  plain, whole, parts = (
+    Run(**(SIZES | KEYS | experts | {"per_device_batch_size": 8 // count}), gradient_accumulation_steps=count,
+        load_balance_loss_weight=weight, batch=TRAIN).step(TRAIN)
+    for count, weight in ((1, 0.0), (1, 0.5), (2, 0.5))
+  )  # fmt: skip
+  load = metrics.learning_metrics(plain)["moe/expert_load"]
+  assert sum(load) == pytest.approx(1)
+  for out in (whole, parts):
+    assert out["lm_loss"] == pytest.approx(plain["loss"], rel=1e-5) and out["loss"] > 1.5 * plain["loss"]
+    assert metrics.learning_metrics(out)["moe/expert_load"] == pytest.approx(load, rel=1e-5)
 
 
 def test_forward_mode_has_each_part_at_its_own_tokens():

@@ -112,7 +112,8 @@ class PreferenceLoss(LanguageModelLoss):
     for place, part in enumerate(self.parts):
       found |= {f"rewards/{part}": reward_U2S[:, place], f"logps/{part}": logps_U2S[:, place]}
     mean = lambda v: jnp.sum(jnp.where(is_pair_US, v, 0) * share_US).astype(logps_BT.dtype)  # noqa: E731
-    metrics = self.metrics(x, batch) | {name: mean(value_US) for name, value_US in found.items()}
+    metrics = self.metrics(x, dict(batch) | {"targets_weights": weights_BT})  # those of the loss, as its balance has
+    metrics |= {name: mean(value_US) for name, value_US in found.items()}
     return self.balanced(x, losses_BT), weights_BT.astype(losses_BT.dtype), metrics
 
   def pair_losses(self, chosen_US, rejected_US):

@@ -57,18 +57,17 @@ class LanguageModelLoss(StagedLoss):
   def metrics(self, x: Hidden, batch) -> dict:
     """Means over layers and weighted tokens for a model with experts; the largest attention logits with use_qk_clip.
 
-    moe_lb_loss: without its weight. router_entropy: nats. expert_load_E: each expert's share of the tokens' choices.
+    moe_lb_loss: without its weight. router_entropy: nats. expert_load_E: tokens that chose each, over all weights.
     """
     peaks = {} if x.peaks_BLH is None else {"max_logits_LH": x.peaks_BLH.max(0)}
     if (routing := x.routing) is None:
       return peaks
     weights_BT = self.weights(batch).astype(routing["entropy_BT"].dtype)
-    chosen_E = routing["chosen_BE"].sum(0)
     share_BT = self.shares(batch, weights_BT)
     return peaks | {
       "moe_lb_loss": jnp.sum(routing["load_balance_BT"] * share_BT),
       "router_entropy": jnp.sum(routing["entropy_BT"] * share_BT),
-      "expert_load_E": chosen_E / jnp.maximum(chosen_E.sum(), 1e-9),
+      "expert_load_E": routing["chosen_BE"].sum(0) / jnp.maximum(weights_BT.sum(), 1e-9),  # micro-batches add up
     }
 
   def reported(self, loss, metrics: dict) -> dict:

@@ -58,8 +58,8 @@ def learning_metrics(outputs: Mapping[str, Any], objective: str = "next_token") 
   if "max_logits_LH" in outputs:
     record["learning/max_attention_logit"] = float(outputs["max_logits_LH"].max())
   if "expert_load_E" in outputs:
-    record["moe/expert_load"] = load = [float(share) for share in outputs["expert_load_E"]]
-    record["moe/max_expert_load"] = max(load) * len(load)
+    load_E = outputs["expert_load_E"] / max(outputs["expert_load_E"].sum(), 1e-9)
+    record |= {"moe/expert_load": load_E.tolist(), "moe/max_expert_load": float(load_E.max() * len(load_E))}
   return record
 
 
