@@ -42,8 +42,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--max_new_tokens", type=int, default=64, metavar="N", help="maximum number of tokens of an answer (64)")
   add("--temperature", type=float, default=0.0, metavar="X", help="0 = always the likeliest token (0)")
   add("--seed", type=int, default=0, help="of the sampling (0)")
+  add("--devices", type=int, default=1, metavar="N", help="devices that the weights are split over (1)")
   add("--json", action="store_true", help="print everything as JSON; docs/asking.md lists the keys")
-  args = parser.parse(argv, top=1, token=1, max_new_tokens=1)
+  args = parser.parse(argv, top=1, token=1, max_new_tokens=1, devices=1)
   parser.check(args, SEEDS[1], seed=SEEDS[0])
   for name, text in (("the question", args.question), ("--answer", args.answer)):
     if text == "":
@@ -57,8 +58,10 @@ def main(argv: list[str] | None = None) -> int:
   """Exit code 0, or 2 for wrong input."""
   args = parse(argv)
   run_dir, cfg, paths, index = opened(args.run, args.index)
-  sources = open_sources(run_dir, cfg, paths, index)
-  prompt_ids, answer_ids = _answer(args, cfg, next(reversed(paths.values())), sources.tokenizer)
+  shardings = import_module("maxghost.parallel.shardings")
+  with shardings.use(load_model.layout_over(cfg, args.devices)):
+    sources = open_sources(run_dir, cfg, paths, index)
+    prompt_ids, answer_ids = _answer(args, cfg, next(reversed(paths.values())), sources.tokenizer, shardings.current())
   if args.token and args.token > len(answer_ids):
     raise ConfigError(f"--token {args.token}: the answer has {len(answer_ids)} tokens")
   found = sources.of_answer(prompt_ids, answer_ids, args.top)
@@ -93,7 +96,7 @@ def opened(run: Path, index: Path | None) -> tuple[Path, Config, dict[int, Path]
 
 
 def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path) -> Any:
-  """The `attribution.sources.Sources` of what `opened` found. Imports JAX. Raises ConfigError."""
+  """The `attribution.sources.Sources` of what `opened` found, in the current layout. Imports JAX."""
   sources = import_module("maxghost.attribution.sources")
   from maxghost.training.devices import configure_jax
 
@@ -101,7 +104,7 @@ def open_sources(run_dir: Path, cfg: Config, paths: dict[int, Path], index: Path
   return sources.Sources(run_dir, index, cfg, attribute.points(cfg, paths))
 
 
-def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tuple[list[int], list[int]]:
+def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer, layout) -> tuple[list[int], list[int]]:
   """Ids of the prompt and of the answer, which is generated unless it is given."""
   from maxghost.serving import Generator, Sampling
   from maxghost.serving.samples import utf8
@@ -110,7 +113,7 @@ def _answer(args: argparse.Namespace, cfg: Config, path: Path, tokenizer) -> tup
   (prompt_ids,), stop_ids = generate.encoded([args.question], cfg.records == "conversations", cfg, tokenizer)
   if args.answer is not None:
     return prompt_ids, tokenizer.encode_behind(utf8(args.answer, "--answer")).tolist()
-  graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr))
+  graphdef, state = load_model.load(place, cfg, lambda line: print(line, file=sys.stderr), layout=layout)
   size, sampling = generate.cache_size(cfg, len(prompt_ids), args.max_new_tokens), Sampling(args.temperature)
   generator = Generator(graphdef, size, sampling=sampling, stop_ids=sorted(stop_ids))
   return prompt_ids, generator.generate(state, [prompt_ids], args.max_new_tokens, seed=args.seed).row(0).tolist()

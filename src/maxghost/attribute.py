@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxghost import config, left_with
+from maxghost import config, left_with, load_model
 from maxghost.attribution.index import CONTRIBUTION, LESS, ORDERS, open_index
 from maxghost.attribution.texts import print_notes
 from maxghost.attribution.where import refuse_unknown
@@ -51,12 +51,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
       help=f"--index: random directions per parameter and layer ({DIRECTIONS}); for less 0 = exact")  # fmt: skip
   add("--rows", type=int, metavar="N", help=f"rows scored together (those of a step; --index: {SKETCHED_ROWS})")
   add("--order", default=ORDERS[0], metavar="NAME", help=f"--index: what ranks, {', '.join(ORDERS)} ({ORDERS[0]})")
+  add("--devices", type=int, default=1, metavar="N", help="devices that the weights and the rows are split over (1)")
   add("--query-rows", type=int, default=8, metavar="N", help="rows of each query that are used (8)")
   add("--top", type=int, default=10, metavar="N", help="best documents shown for each query (10)")
   args = parser.parse(argv)
   refuse_unknown(f"--order {args.order}: unknown", args.order, ORDERS)
   refuse_unknown(f"--method {args.method}: unknown", args.method or CONTRIBUTION, (CONTRIBUTION, LESS))
-  parser.check(args, directions=2 if args.method != LESS or args.directions else 0, rows=1, query_rows=1, top=1)
+  fewest = 2 if args.method != LESS or args.directions else 0
+  parser.check(args, directions=fewest, rows=1, query_rows=1, top=1, devices=1)
   if (missing := [flag for flag in ("data", "queries", "output") if not getattr(args, flag)]) and not args.index:
     raise ConfigError(f"--{missing[0]} is missing: give --data, --queries and --output, or --index")
   if RUN in args.data and len(args.data) > 1:
@@ -96,10 +98,15 @@ def main(argv: list[str] | None = None) -> int:
   import jax
 
   from maxghost.attribution.corpus import Corpus
+  from maxghost.parallel import shardings
   from maxghost.training.devices import configure_jax, num_chosen
 
   configure_jax(cfg)
+  layout = load_model.layout_over(cfg, args.devices)
   step_rows = num_chosen(run_cfg, step_rows)
+  if args.data and (rows := args.rows or (SKETCHED_ROWS if args.index else step_rows)) % args.devices:
+    near = rows + -rows % args.devices
+    print_notes([f"{rows} rows do not divide over --devices {args.devices}: each computes all; use --rows {near}"])
   if jax.default_backend() == "cpu":
     heap.keep()
   corpus = Corpus.of_run(run_cfg, run_dir) if args.data == [RUN] else None
@@ -114,9 +121,10 @@ def main(argv: list[str] | None = None) -> int:
     queries[name], total = asked.sample(name, args.query_rows)
     if total > args.query_rows:
       print_notes([f"query '{name}' has {total} rows, the first {args.query_rows} are used"])
-  if args.index:
-    return _index(args, cfg, paths, corpus, asked, queries, step_rows, run_cfg)
-  return _exact(args, cfg, paths, corpus, queries, step_rows, run_cfg)
+  with shardings.use(layout):
+    if args.index:
+      return _index(args, cfg, paths, corpus, asked, queries, step_rows, run_cfg)
+    return _exact(args, cfg, paths, corpus, queries, step_rows, run_cfg)
 
 
 def scoring_config(cfg: Config, paths: dict[int, Path], asked: str = "", rows: int | None = None) -> Config:
@@ -293,20 +301,21 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
 
 
 def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> Iterator:
-  """The checkpoints' Points, one in memory at a time; without optimizer state its moments are 0. Raises ConfigError,
-  also where no step after them has a learning rate; `method` LESS needs none."""
+  """The checkpoints' Points, one in memory at a time, in the current layout; without optimizer state its moments are 0.
+  Raises ConfigError, also where no step after them has a learning rate; `method` LESS needs none."""
   import jax
   import numpy as np
 
-  from maxghost import load_model, optimizers
+  from maxghost import optimizers
   from maxghost.attribution.offline import Point
   from maxghost.checkpoint.checksum import checksums
   from maxghost.data.hashing import text_hash
   from maxghost.interop.load_tree import load_tree
+  from maxghost.parallel import shardings
   from maxghost.training import state
 
-  _, abstract = state.abstract_split(cfg)
-  wanted, frozen = state.saved_parts(state.abstract_arrays(abstract))
+  layout, (_, abstract) = shardings.current(), state.abstract_split(cfg)
+  wanted, frozen = state.saved_parts(state.abstract_arrays(layout.abstract(abstract) if layout else abstract))
   base = load_model.frozen(cfg, frozen) if frozen else {}
   rate_of, moved = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps), method == LESS
   for step, path in paths.items():
@@ -314,7 +323,7 @@ def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> I
       raise ConfigError(f"{path} is gone: a run in training removes old ones; name newer ones, or wait for its end")
     whole = has_optimizer(path)
     tree = state.merged(base, load_tree(path, wanted if whole else {"model": wanted["model"]}))
-    tree = tree if whole else state.completed(tree, cfg)
+    tree = tree if whole else state.completed(tree, cfg, layout)
     moved = moved or bool(rate_of(tree["optimizer"]["step"]))
     if not moved and path == paths[max(paths)]:
       raise ConfigError(f"{path}: the step after it has learning rate 0, so every value is 0; name earlier checkpoints")

@@ -1,8 +1,9 @@
 """Loads a model from a run, a checkpoint, an imported folder or a Hugging Face folder, for the commands."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from maxghost.checkpoint.layouts import read_checkpoint
 from maxghost.checkpoint.layouts_store import LayoutError
 from maxghost.config import Config, ConfigError, ModelConfig, pipeline
 from maxghost.config.schema import WEIGHTS_ONLY
-from maxghost.config.values import naming, shown, slash_path
+from maxghost.config.values import divisors, naming, shown, slash_path
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import huggingface, merge, model_path, quantize
 from maxghost.interop.huggingface_config import differing
@@ -36,12 +37,35 @@ def layout_of(cfg: Config) -> Any:
   """The mesh that `ici_*` above 1 name, over as many devices; None: one device. Imports JAX. Raises ConfigError."""
   import jax
 
-  from maxghost.parallel import mesh, shardings
+  from maxghost.parallel import mesh
 
   sizes, devices = [*mesh.group_sizes(cfg.parallel, "ici").values()], jax.devices()
   if len(devices) == 1 or max(sizes) <= 1:
     return None
-  return shardings.Layout.of(cfg.parallel, devices if -1 in sizes else devices[: math.prod(sizes)])
+  return _of_one_slice(cfg, devices if -1 in sizes else devices[: math.prod(sizes)])
+
+
+def layout_over(cfg: Config, num: int) -> Any:
+  """Weights and rows split over `num` devices, whatever mesh the run had; None: one. Raises ConfigError."""
+  import jax
+
+  from maxghost.parallel import mesh
+
+  most, width = len(jax.devices()), cfg.model.base_emb_dim
+  if num > most or width % num:
+    fits = max(n for n in divisors(width) if n <= min(num, most))
+    said = f"this machine has {most}" if num > most else f"the width {width} of the model does not divide over {num}"
+    raise ConfigError(f"--devices {num}: {said}; use --devices {fits}")
+  sizes = {f"ici_{axis}_parallelism": 1 for axis in mesh.MESH_AXES} | {"ici_fsdp_parallelism": num}
+  return None if num == 1 else _of_one_slice(cfg, jax.devices()[:num], **sizes)
+
+
+def _of_one_slice(cfg: Config, devices: Sequence, **sizes: int) -> Any:
+  """The mesh of the run's `ici_*`, or of `sizes`, where the slices of the run have no part in it."""
+  from maxghost.parallel import mesh, shardings
+
+  slices = {f"dcn_{axis}_parallelism": 1 for axis in mesh.MESH_AXES}
+  return shardings.Layout.of(dataclasses.replace(cfg.parallel, enable_diloco=False, **slices | sizes), devices)
 
 
 def load(place: ModelPlace, cfg: Config, say: Callable[[str], None] = print, adapter: str = "", layout: Any = None):
@@ -194,8 +218,10 @@ def open_adapted(place: ModelPlace | None, cfg: Config, wanted: Mapping, resumed
 
 def frozen(cfg: Config, wanted: Mapping[str, Any]) -> dict:
   """The arrays `wanted` of the base below the adapters of a run, from load_parameters_path or init_weights_seed."""
+  from maxghost.parallel import shardings
   from maxghost.training import state
 
   given = cfg.checkpoint.load_parameters_path
-  read = open_adapted(model_path.find(given, "load_parameters_path"), cfg, wanted, True) if given else None
-  return state.chosen(read() if read else state.to_tree(state.create_split(cfg)[1]), wanted)
+  if given:
+    return state.chosen(open_adapted(model_path.find(given, "load_parameters_path"), cfg, wanted, True)(), wanted)
+  return state.chosen(state.to_tree(state.create_split(cfg, shardings.current())[1]), wanted)

@@ -61,6 +61,13 @@ def test_the_command_prints_the_greedy_continuation(folder, capsysbinary, monkey
   assert capsysbinary.readouterr()[0] == b"ab" + bytes(ids[:2].tolist()).decode("utf-8", "replace").encode() + b"\n"
 
 
+def test_the_slices_of_a_run_have_no_part_in_its_mesh():
+  keys = {"ici_fsdp_parallelism": 2, "dcn_data_parallelism": 2}
+  for more in ({}, {"enable_diloco": True}):
+    layout = load_model.layout_of(meshes.make_config(keys | more))
+    assert (layout.num_devices, layout.rules.sizes["fsdp"], layout.apart) == (2, 2, 1)
+
+
 @pytest.mark.parametrize("name", ["tensor 4 x data 2", "fsdp 4 x tensor 2"])
 def test_a_mesh_of_the_configuration_has_the_text_of_one_device(name, tmp_path, capsysbinary):
   """`generate` and `serve`: weights are split as they are read, and on one device both have the same text, which

@@ -10,6 +10,7 @@ B rows, S documents in a row, n = B S, K queries, M blocks of a sketch, R direct
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import SPEC, sketch_gradient
 from maxghost.objectives import create
 from maxghost.optimizers import by_label
-from maxghost.training import state
+from maxghost.parallel import shardings
+from maxghost.training import devices, state
 from maxghost.training.scoring import excluded
 
 _SEED = 1402
@@ -105,7 +107,8 @@ class Less:
     key = jax.random.key(_SEED)
     self.prepare, self._last = objective.prepared, 0
     self._rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-    self._ask, self.sketch = (functools.partial(jax.jit(function), key) for function in (ask, sketch))
+    compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options(shardings.current()))
+    self._ask, self.sketch = (functools.partial(compiled(function), key) for function in (ask, sketch))
 
   def respond(self, train_state, _, val: tuple):
     """(None, mean learning rate since the checkpoint before, sketches [K, M, R])."""

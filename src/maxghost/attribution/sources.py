@@ -22,7 +22,7 @@ from maxghost.config import Config, ConfigError
 from maxghost.data.packing import CONCAT, Layout
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.objectives.base import BATCH_ARRAYS
-from maxghost.parallel import heap
+from maxghost.parallel import heap, shardings
 
 TOKEN_TOP = 3  # documents of each token
 _AMONG = 8192  # chunks, the most similar to the whole answer, among which the documents of its tokens are sought
@@ -52,7 +52,7 @@ class Sources:
       self.index.check(point.step, point.digest)
       self._held.append((point.state, jax.block_until_ready(self._sketcher.step(point.state, step_batch))))
     self._sketcher.step.clear_cache()  # it is not asked again
-    self._compiled: dict[int, Callable] = {}  # by the length of the row
+    self._layout, self._compiled = shardings.current(), dict[int, Callable]()  # by the length of the row
     heap.call("malloc_trim", 0)
     self._texts, self._ends = Source(index_dir), np.load(index_dir / ENDS)
     self._log, then, notes = _log_of(run_dir, index_dir)
@@ -111,7 +111,8 @@ class Sources:
     if size not in self._compiled:
       row, places = {name: np.zeros((1, size), np.int32) for name in BATCH_ARRAYS}, np.zeros(_PLACES, np.int32)
       ask = self._sketcher.ask  # a jitted function with its first argument
-      lowered = ask.func.lower(*ask.args, *self._held[0], row, places)
+      with shardings.use(self._layout):
+        lowered = ask.func.lower(*ask.args, *self._held[0], row, places)
       self._compiled[size] = functools.partial(lowered.compile(), *ask.args)
       heap.call("malloc_trim", 0)
     return size, self._compiled[size]
