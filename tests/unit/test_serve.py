@@ -183,6 +183,7 @@ WRONG = [
   (COMPLETIONS, {"prompt": [3, 263]}, "ids from 0 to 262"),
   (COMPLETIONS, {"prompt": []}, "prompt"),
   (COMPLETIONS, b'{"prompt": "\\ud800"}', "surrogates not allowed"),
+  (CHATS, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
   (COMPLETIONS, {"prompt": "a" * 400}, "401 tokens of the prompt and 1 of the answer are more than the 400 positions"),
   (COMPLETIONS, {"prompt": "a", "max_tokens": 399}, "more than the 400 positions of the cache"),
   (COMPLETIONS, {"prompt": ""} | {"x" * 99: 1}, "there are temperature"),

@@ -36,11 +36,9 @@ BODY_SECONDS = 30  # for a body to arrive
 MOST_ASKED = 8  # questions for sources at once; they are answered in turn
 _PAGE = Path(__file__).parent / "page"
 _FILES = {"/": "index.html", "/page.js": "page.js", "/shared.css": "shared.css", "/style.css": "style.css"}
-_POLICY = (
-  "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-)
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-_HEADERS["Content-Security-Policy"] = f"{_POLICY}form-action 'none'; frame-ancestors 'none'"
+_HEADERS["Content-Security-Policy"] = f"{_POLICY}; form-action 'none'; frame-ancestors 'none'"
 
 
 class Server:
