@@ -211,6 +211,8 @@ def test_wrong_bodies(port, path, body, message):
 def test_other_addresses_and_methods(port):
   status, answer = call(port, "/v1/completion", {})
   assert status == 404 and "did you mean '/v1/completions'" in answer["error"]["message"]
+  status, answer = call(port, "/%ff%00")
+  assert status == 404 and "{name" not in answer["error"]["message"], "clients cannot use a route's pattern"
   assert call(port, COMPLETIONS)[0] == 405
   assert call(port, "/health") == (200, {"status": "ok"})
   status, text = call(port, "/metrics")

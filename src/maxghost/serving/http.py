@@ -50,13 +50,13 @@ class Server:
     self._finder, self._asked = ThreadPoolExecutor(1), 0
     complete, chat = (functools.partial(self._generate, fields) for fields in (requests.COMPLETION, requests.CHAT))
     posts = {"/v1/completions": complete, "/v1/chat/completions": chat, "/v1/sources": self._ask}
-    gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._models, "/metrics": self._metrics}
     routes = [self._route(path, answer, "POST") for path, answer in posts.items()]
-    routes += [self._route(path, answer) for path, answer in gets.items()]
+    routes += [self._route("/v1/models", self._models), self._route("/metrics", self._metrics)]
     opened = {"/health": self._health} | dict.fromkeys(_FILES, self._file)
     routes += [self._route(path, answer, is_open=True) for path, answer in opened.items()]
+    self._paths, named = [one.path for one in routes], self._route("/v1/models/{name:path}", self._models)
     handlers: dict[Any, Any] = {HTTPException: self._no_route, Exception: self._failed}
-    self._paths, self.app = [one.path for one in routes], Starlette(routes=routes, exception_handlers=handlers)
+    self.app = Starlette(routes=[*routes, named], exception_handlers=handlers)
     self.app.router.redirect_slashes = False  # it would redirect to any Host, before `_admit`
 
   def _route(self, path: str, answer: Callable[..., Awaitable[Response]], method: str = "GET", is_open: bool = False):
