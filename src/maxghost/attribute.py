@@ -16,7 +16,7 @@ from maxghost import config, left_with, load_model
 from maxghost.attribution.index import CONTRIBUTION, LESS, ORDERS, open_index
 from maxghost.attribution.texts import print_notes
 from maxghost.attribution.where import refuse_unknown
-from maxghost.checkpoint.layouts_store import read_json
+from maxghost.checkpoint.layouts_store import GONE, read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, nearest_beside, printable, shown
@@ -320,7 +320,7 @@ def points(cfg: Config, paths: dict[int, Path], method: str = CONTRIBUTION) -> I
   rate_of, moved = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps), method == LESS
   for step, path in paths.items():
     if not path.is_dir():  # it was there when the command began
-      raise ConfigError(f"{path} is gone: a run in training removes old ones; name newer ones, or wait for its end")
+      raise ConfigError(f"{path} {GONE}")
     whole = has_optimizer(path)
     tree = state.merged(base, load_tree(path, wanted if whole else {"model": wanted["model"]}))
     tree = tree if whole else state.completed(tree, cfg, layout)

@@ -30,7 +30,7 @@ from checkpoint_convert_trees import (
 
 from maxghost.checkpoint.compare import compare_checkpoints
 from maxghost.checkpoint.layouts import ReadOptions
-from maxghost.checkpoint.layouts_store import LayoutError
+from maxghost.checkpoint.layouts_store import LayoutError, open_tree
 from maxghost.interop import convert as convert_module
 from maxghost.interop.convert import convert, main
 
@@ -460,6 +460,11 @@ def test_half_copied_and_damaged_checkpoints(tmp_path):
     "cut_data": (lambda items: shorten(biggest(items), 0.9), "leaf .* cannot be read"),
     "no_index": (lambda items: shutil.rmtree(items / "d"), "leaf .* cannot be read"),
   }
+  gone = damaged("gone", lambda items: None)
+  opened = open_tree(gone)
+  shutil.rmtree(gone)
+  with pytest.raises(LayoutError, match="gone/2/items is gone: a run in training removes old ones; name newer ones"):
+    next(iter(opened.arrays().values())).read(None)
   for name, (change, text) in cases.items():
     copy = damaged(name, change)
     with pytest.raises(LayoutError, match=text):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 
@@ -239,6 +240,13 @@ def test_models_that_cannot_be_used(folder, tmp_path, capsys):
   config.save(config.replace(config.load(folder / "byte.yml"), base_mlp_dim=35), tmp_path / "other.yml")
   assert generate.main([str(folder), "--config", str(tmp_path / "other.yml"), "--prompt", "a"]) == 2
   assert "differ in base_mlp_dim" in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_utf8_is_told_in_one_line(tmp_path, capsys):
+  name = os.fsdecode(b"bad\xff")
+  (tmp_path / name).mkdir()
+  assert generate.main([str(tmp_path / name), "--prompt", "a"]) == 2
+  assert "bad\\udcff: this path is no UTF-8, and checkpoints need one that is" in capsys.readouterr().err
 
 
 def test_weights_that_have_diverged_are_told(folder, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from attribution_runs import MODULES, make_run
 from test_report import write_log
 
 from maxghost import attribution, config, report, scores
-from maxghost.attribution import report_text, summary
+from maxghost.attribution import live, report_text, summary
 from maxghost.attribution.html import render
 from maxghost.attribution.html.charts import Line, line_chart, ticks
 from maxghost.attribution.summary import Ledger, summarize
@@ -267,3 +267,18 @@ def test_a_loss_of_pairs_is_no_mean_over_tokens(tmp_path):
   assert report_text.headline(of_tokens) == "The web validation loss fell 0.500 nats per token."
   page = render(told)
   assert "nats per pair, first and last" in page and page.count(">training<") == 1  # not beside a loss of tokens
+
+
+def test_the_live_view_shows_no_error_of_files_that_a_run_replaces_while_they_are_read(tmp_path, monkeypatch):
+  step = ({"val_loss": 2.0, "predicted_examples": 1.0}, [("a", "x", 0, 0, 5, 1.0)])
+  write_log(tmp_path, [step] * 4)
+  with live.LiveServer(tmp_path, 0, 5, with_texts=False) as server:
+    before, page, versions = server.version(), server.page(), iter(("1", "2", "2", "2"))
+
+    def removed(*_, **__):
+      raise FileNotFoundError(2, "No such file or directory", "ghost/x.npz")
+
+    monkeypatch.setattr(live, "load", removed)
+    monkeypatch.setattr(server, "version", lambda: next(versions))
+    assert server.page() == page and f'data-live="{before}"' in page, "it sees another version and asks again"
+    assert "Waiting for scores" in server.page(), "an error that stays is shown"

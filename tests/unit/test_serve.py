@@ -183,6 +183,7 @@ WRONG = [
   (COMPLETIONS, {"prompt": [3, 263]}, "ids from 0 to 262"),
   (COMPLETIONS, {"prompt": []}, "prompt"),
   (COMPLETIONS, b'{"prompt": "\\ud800"}', "surrogates not allowed"),
+  (CHATS, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
   (COMPLETIONS, {"prompt": "a" * 400}, "401 tokens of the prompt and 1 of the answer are more than the 400 positions"),
   (COMPLETIONS, {"prompt": "a", "max_tokens": 399}, "more than the 400 positions of the cache"),
   (COMPLETIONS, {"prompt": ""} | {"x" * 99: 1}, "there are temperature"),
@@ -210,6 +211,8 @@ def test_wrong_bodies(port, path, body, message):
 def test_other_addresses_and_methods(port):
   status, answer = call(port, "/v1/completion", {})
   assert status == 404 and "did you mean '/v1/completions'" in answer["error"]["message"]
+  status, answer = call(port, "/%ff%00")
+  assert status == 404 and "{name" not in answer["error"]["message"], "clients cannot use a route's pattern"
   assert call(port, COMPLETIONS)[0] == 405
   assert call(port, "/health") == (200, {"status": "ok"})
   status, text = call(port, "/metrics")

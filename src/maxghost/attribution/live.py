@@ -64,7 +64,8 @@ class LiveServer(http.server.ThreadingHTTPServer):
           log = load(self._run_dir, accept_lost_rows=self._accept)
           page = html.render(summarize(log, self._num_documents, self._source), version)
         except (ConfigError, OSError) as error:
-          page = html.notice("Waiting for scores", str(error), version)
+          stale = self._page[1] if version != self.version() else ""  # it asks again
+          page = stale or html.notice("Waiting for scores", str(error), version)
         self._page = (version, page)
       return self._page[1]
 

@@ -23,6 +23,7 @@ TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 ITEM_NAMES = ("items", "default", "state", "model_params")
 STEP_METADATA = "_CHECKPOINT_METADATA"
 TREE_METADATA = "_METADATA"
+GONE = "is gone: a run in training removes old ones; name newer ones, or wait for its end"
 _EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
 _OPEN_AT_ONCE = 256
 _MOST_UNLIKE = 8
@@ -42,10 +43,13 @@ class VerificationError(LayoutError):
 
 
 def full_path(path: AnyPath) -> Path:
-  """An absolute path without `~` and `..`, which TensorStore does not accept. Raises LayoutError for a URL."""
+  """An absolute path without what TensorStore refuses, `~` and `..`. Raises LayoutError for a URL or no UTF-8."""
   if "://" in str(path):
     raise LayoutError(f"{path}: only local folders are read and written; copy the checkpoint here first")
-  return Path(os.path.abspath(os.path.expanduser(path)))
+  full = os.path.abspath(os.path.expanduser(path))
+  if any("\ud800" <= one <= "\udfff" for one in full):
+    raise LayoutError(f"{full}: this path is no UTF-8, and checkpoints need one that is; rename its folders")
+  return Path(full)
 
 
 def nested(flat: Mapping[Any, Any]) -> Any:
@@ -250,7 +254,8 @@ def _result(item: Path, path: TreePath, future: ts.Future) -> Any:
     return future.result()
   except Exception as error:  # TensorStore raises one type and names the cause in the text
     cause = " ".join(str(error).split())[:200]
-    raise LayoutError(f"{item} is damaged or half copied: leaf {slash_path(path)} cannot be read ({cause})") from error
+    said = f"is damaged or half copied: leaf {slash_path(path)} cannot be read ({cause})"
+    raise LayoutError(f"{item} {said if item.is_dir() else GONE}") from error
 
 
 def _key_impls(item: Path) -> dict[str, str]:

@@ -62,9 +62,8 @@ class Generator:
     self._compiled: dict[tuple, Callable] = {}
     self.seconds = Seconds()
 
-  def generate(
-    self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, seed: int = 0, keys_B: Any = None
-  ) -> Progress:
+  def generate(self, state: nnx.State, prompts: Sequence[Sequence[int]], num_new: int, *, seed: int = 0,
+               keys_B: Any = None) -> Progress:  # fmt: skip
     """Adds up to num_new tokens to each prompt (ids, at least one each). Raises ValueError as `stream` does."""
     return list(self.stream(state, prompts, num_new, every=num_new, seed=seed, keys_B=keys_B))[-1]
 

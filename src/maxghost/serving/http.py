@@ -36,11 +36,9 @@ BODY_SECONDS = 30  # for a body to arrive
 MOST_ASKED = 8  # questions for sources at once; they are answered in turn
 _PAGE = Path(__file__).parent / "page"
 _FILES = {"/": "index.html", "/page.js": "page.js", "/shared.css": "shared.css", "/style.css": "style.css"}
-_POLICY = (
-  "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-)
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-_HEADERS["Content-Security-Policy"] = f"{_POLICY}form-action 'none'; frame-ancestors 'none'"
+_HEADERS["Content-Security-Policy"] = f"{_POLICY}; form-action 'none'; frame-ancestors 'none'"
 
 
 class Server:
@@ -52,13 +50,13 @@ class Server:
     self._finder, self._asked = ThreadPoolExecutor(1), 0
     complete, chat = (functools.partial(self._generate, fields) for fields in (requests.COMPLETION, requests.CHAT))
     posts = {"/v1/completions": complete, "/v1/chat/completions": chat, "/v1/sources": self._ask}
-    gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._models, "/metrics": self._metrics}
     routes = [self._route(path, answer, "POST") for path, answer in posts.items()]
-    routes += [self._route(path, answer) for path, answer in gets.items()]
+    routes += [self._route("/v1/models", self._models), self._route("/metrics", self._metrics)]
     opened = {"/health": self._health} | dict.fromkeys(_FILES, self._file)
     routes += [self._route(path, answer, is_open=True) for path, answer in opened.items()]
+    self._paths, named = [one.path for one in routes], self._route("/v1/models/{name:path}", self._models)
     handlers: dict[Any, Any] = {HTTPException: self._no_route, Exception: self._failed}
-    self._paths, self.app = [one.path for one in routes], Starlette(routes=routes, exception_handlers=handlers)
+    self.app = Starlette(routes=[*routes, named], exception_handlers=handlers)
     self.app.router.redirect_slashes = False  # it would redirect to any Host, before `_admit`
 
   def _route(self, path: str, answer: Callable[..., Awaitable[Response]], method: str = "GET", is_open: bool = False):

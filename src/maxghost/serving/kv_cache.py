@@ -140,8 +140,7 @@ def _slots(x, counts_B, size: int, kept=0, first_B=None):
   are the tokens of x [..., B, K, T, h], the ones before are `kept`'s."""
   index_BS = held_positions(counts_B, size) - (0 if first_B is None else first_B[:, None])
   index = index_BS.reshape((1,) * (x.ndim - 4) + (len(index_BS), 1, size, 1))
-  found = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[-2] - 1), axis=-2)
-  return jnp.where(index >= 0, found, kept)
+  return jnp.where(index >= 0, jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[-2] - 1), axis=-2), kept)
 
 
 def _attend(q_BTHh, kept, new, seen, sinks_H, shape: attention.Shape):

@@ -126,7 +126,7 @@ def prompts_of(values: dict[str, Any], served: Served) -> list[list[int]]:
     try:
       return [served.rendering.prompt(messages_of(values["messages"], "messages"))]
     except ValueError as error:
-      raise Refused(str(error), "messages") from error
+      raise Refused("half a surrogate pair" if isinstance(error, UnicodeError) else str(error), "messages") from error
   if given is None:
     name = "prompt" if "prompt" in values else "messages"
     raise Refused(f"{name} is missing", name, "missing_required_parameter")
@@ -165,11 +165,10 @@ def requests_of(values: dict[str, Any], prompts: Sequence[Sequence[int]], served
     raise Refused("stream_options needs stream=true", "stream_options")
   if chat and values["top_logprobs"] and not values["logprobs"]:
     raise Refused("top_logprobs needs logprobs=true", "top_logprobs")
-  chosen = {name: values[name] for name in _SAMPLING}
-  if is_greedy := chosen["temperature"] < COLDEST:
-    chosen["temperature"] = 1.0
+  if is_greedy := values["temperature"] < COLDEST:
+    values = values | {"temperature": 1.0}
   try:
-    sampling = Sampling(**chosen)
+    sampling = Sampling(**{name: values[name] for name in _SAMPLING})
   except ConfigError as error:
     raise Refused(str(error), str(error).partition("=")[0]) from error
   if is_greedy:  # the likeliest token, which survives every cut

@@ -33,8 +33,7 @@ def compiler_options(layout: Layout | None = None) -> dict[str, Any]:
   if (layout.platform if layout else jax.default_backend()) != "cpu":
     return {}
   level = {} if jax.config.read("jax_disable_most_optimizations") else {"xla_backend_optimization_level": 1}
-  order = IN_ORDER if layout and layout.num_devices > 1 else {}
-  return level | order
+  return level | (IN_ORDER if layout and layout.num_devices > 1 else {})
 
 
 def open_layout(cfg: Config) -> Layout:
