@@ -157,6 +157,24 @@ def test_intervals_of_layers_do_not_depend_on_the_number_of_processes(tmp_path):
       np.testing.assert_allclose(two[name], one[name], rtol=1e-5)
 
 
+def test_layers_of_cycles_are_numbered_through_the_model(tmp_path):
+  """A stack of two cycles of two unlike layers has four layers; ghost_detail=module logs the sums over the stack."""
+  stacked = ["decoder/layers/layers_0/wq", "decoder/layers/layers_0/wo", "decoder/layers/layers_1/wq"]
+  value_MLDK = np.array([[1, 2], [4, 8], [16, 32], [64, np.nan]], np.float32)[:, :, None, None]
+  for run, logged in (("layer", value_MLDK), ("module", np.nansum(value_MLDK, 1, keepdims=True))):
+    writer = Writer(tmp_path / run)
+    rows = {"tokens": [4], "loss": [1.0], "dot": [1.0], "contribution": [127.0]}
+    modules = {"names": (*stacked, "decoder/norm"), "domains": ("a",), "contribution": logged}
+    writer.append({"step": 0, "tokens": 4}, rows, [("a", "x", 0)], modules=modules)
+    writer.close()
+  of_layers, of_modules = (
+    ask(attribution.load(tmp_path / run), Query(by="layer")).columns for run in ("layer", "module")
+  )
+  found = dict(zip(of_layers["layer"].tolist(), of_layers["contribution"].tolist(), strict=True))
+  assert found == {"layer 0": 5.0, "layer 1": 16.0, "layer 2": 10.0, "layer 3": 32.0, "decoder/norm": 64.0}
+  assert sorted(of_modules["contribution"].tolist()) == [3.0, 12.0, 48.0, 64.0]
+
+
 def test_scales(run_dir, table):
   log = attribution.load(run_dir)
   rate = log.steps["learning_rate"][table["step"]]

@@ -4,6 +4,7 @@ K validation sets, G groups, D domains, B bins of consecutive steps, C summed co
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -141,9 +142,12 @@ class TimeSums:
 
 
 def layer_rows(modules: Modules, value_XML: np.ndarray) -> tuple[list[str], np.ndarray]:
-  """(names, values [X, R]): an entry per layer of the stack, then one per module with values in layer 0 only."""
+  """(names, values [X, R]): an entry per layer of the stack or its cycles, then one per module with layer 0 only."""
   inside = np.any(np.isfinite(modules.contribution_SMLDK[:, :, 1:]), axis=(0, 2, 3, 4))
-  value_XL = np.nansum(value_XML[:, inside], 1)[:, : value_XML.shape[2] if inside.any() else 0]
+  place_M = np.array([int((re.findall(r"/layers_(\d+)/", name) or [0])[0]) for name in modules.names])
+  cycle, depth = 1 + place_M[inside].max(initial=0), value_XML.shape[2] if inside.any() else 0
+  of_places = [np.nansum(value_XML[:, inside & (place_M == place)], 1)[:, :depth] for place in range(cycle)]
+  value_XL = np.stack(of_places, 2).reshape(len(value_XML), depth * cycle)
   names = [f"layer {layer}" for layer in range(value_XL.shape[1])]
   names += [name for name, stacked in zip(modules.names, inside, strict=True) if not stacked]
   return names, np.concatenate([value_XL, value_XML[:, ~inside, 0]], 1)
