@@ -13,7 +13,7 @@ from maxghost.parallel import shardings
 
 RUN = (
   "steps=3", "checkpoint_period=2", "max_num_checkpoints_to_keep=0", "async_checkpointing=false", "run_name=run",
-  "base_emb_dim=24", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=6", "base_mlp_dim=36",
+  "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=6", "base_mlp_dim=36",
   "base_num_decoder_layers=2", "max_target_length=48", "per_device_batch_size=8", "dataset_type=synthetic",
   "ghost_enabled=false", "eval_interval=-1", "enable_tensorboard=false", "gradient_clipping_threshold=0.4",
   "remat_policy=none", "learning_rate=0.01", "warmup_steps_fraction=0.0",
@@ -121,7 +121,7 @@ def test_devices_that_do_not_fit_are_named(trained, tmp_path, capsys):
   ]
   said = {
     "0": "--devices 0: at least 1", "99": "--devices 99: this machine has 8; use --devices 8",
-    "5": "--devices 5: the width 24 of the model does not divide over 5; use --devices 4",
+    "5": "--devices 5: the width 32 of the model does not divide over 5; use --devices 4",
   }  # fmt: skip
   for num, text in said.items():
     assert attribute.main([*given, "--devices", num]) == 2

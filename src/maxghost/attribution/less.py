@@ -24,7 +24,6 @@ from maxghost.ghost.schedules import Model, passes
 from maxghost.ghost.sketch import SPEC, sketch_gradient
 from maxghost.objectives import create
 from maxghost.optimizers import by_label
-from maxghost.parallel import shardings
 from maxghost.training import devices, state
 from maxghost.training.scoring import excluded
 
@@ -107,7 +106,7 @@ class Less:
     key = jax.random.key(_SEED)
     self.prepare, self._last = objective.prepared, 0
     self._rate = optimizers.learning_rate_schedule(cfg.optimizer, cfg.run.steps)
-    compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options(shardings.current()))
+    compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options())
     self._ask, self.sketch = (functools.partial(compiled(function), key) for function in (ask, sketch))
 
   def respond(self, train_state, _, val: tuple):

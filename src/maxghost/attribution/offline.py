@@ -31,7 +31,6 @@ from maxghost.ghost.low_rank import rank_one_root
 from maxghost.ghost.schedules import passes
 from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import LanguageModelLoss, create
-from maxghost.parallel import shardings
 from maxghost.scorelog import Writer
 from maxghost.training import devices, scoring, state
 from maxghost.training.score_recorder import scored_rows
@@ -63,9 +62,8 @@ def score(cfg: Config, points: Iterator[Point], corpus: Corpus, queries: dict[st
   slots, names = corpus.layout.max_segments, []
   step, _ = make_train_step(cfg, graphdef, abstract, spec, num_segments=slots, num_sets=len(val))
   reach_S = optimizers.reach(cfg.optimizer, cfg.ghost.direction, cfg.run.steps)
-  options = devices.compiler_options(shardings.current())
   kept = lambda *args: {name: value for name, value in step(*args)[1].items() if name in _OUTPUTS}  # noqa: E731
-  run = jax.jit(kept, compiler_options=options)
+  run = jax.jit(kept, compiler_options=devices.compiler_options())
   for point in points:
     parts, names = [], []
     for batch in map(objective.prepared, corpus.batches(num_rows)):
@@ -273,7 +271,7 @@ class Sketcher:
       return sketch_BSMR * weights_BT.sum(), (target_BTS & (weights_BT != 0)[..., None]).sum(1)
 
     key = jax.random.key(_SEED)  # an argument: XLA would compute what depends on a constant one while it compiles
-    compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options(shardings.current()))
+    compiled: Any = functools.partial(jax.jit, compiler_options=devices.compiler_options())
     self.prepare, self.step = objective.prepared, compiled(step)
     self.respond, self.ask, self.sketch = (functools.partial(compiled(f), key) for f in (respond, ask, sketch))
 

@@ -192,8 +192,7 @@ class CheckpointManager:
       if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
         but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
         self._say(f"maxghost: note: checkpoint {path} was made with {'; '.join(other)}: {but}")
-      typed = lambda x, like: jax.random.wrap_key_data(x, impl=key_impl(like)) if is_typed_key(like) else x  # noqa: E731
-      return restored._replace(tree=jax.tree.map(typed, restored.tree, abstract_tree))
+      return restored._replace(tree=jax.tree.map(_typed, restored.tree, abstract_tree))
     if unusable:
       steps = ", ".join(map(str, sorted(unusable)))
       way = "put a good one there, or remove them all to start again at step 0"
@@ -389,3 +388,8 @@ def _checksums(tree: Any) -> dict[str, int]:
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
   return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
+
+
+def _typed(leaf: jax.Array, like: Any) -> jax.Array:
+  """The reverse for one leaf, as `like` is typed."""
+  return jax.random.wrap_key_data(leaf, impl=key_impl(like)) if is_typed_key(like) else leaf

@@ -23,8 +23,8 @@ from maxghost.config.values import did_you_mean
 from maxghost.ghost import ledger, schedules
 from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
+from maxghost.ghost.schedules.forward_mode import refuse_custom_vjp
 from maxghost.ghost.schedules.passes import total
-from maxghost.models import autodiff
 from maxghost.objectives import Objective, as_objective, create
 from maxghost.objectives.base import refuse_loss
 from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
@@ -37,7 +37,7 @@ _BOUND = (types.MethodType, types.CellType, functools.partial)
 def _own_names():
   """Errors name the arguments of GhostEngine, not keys of the trainer."""
   try:
-    with autodiff.without_forward_mode():
+    with refuse_custom_vjp():
       yield
   except ValueError as error:
     text = str(error).replace("ghost_schedule=forward_mode", "engine='jvp'")

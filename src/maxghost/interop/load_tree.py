@@ -186,7 +186,7 @@ def _samples(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
   return [(slice(i, i + 1), *(slice(0, size) for size in shape[1:])) for i in places]
 
 
-def _put(block: np.ndarray, key_impl: str | None, wanted: Any, shape: Any = None, index: Any = None) -> Any:
+def _put(block: np.ndarray, key_impl: str | None, wanted: Any, shape: tuple = (), index: Any = None) -> Any:
   """wanted: what `block` becomes: of an array of this shape, the part at `index`, or all."""
   import jax
 
@@ -195,6 +195,6 @@ def _put(block: np.ndarray, key_impl: str | None, wanted: Any, shape: Any = None
   if isinstance(wanted, Taken):
     return wanted.take(block)
   sharding = getattr(wanted, "sharding", None)
-  value = block if sharding is None else spread(block, sharding, shape, [s.start for s in index or ()] or 0)
+  value = block if sharding is None else spread(block, sharding, shape, [s.start for s in index or ()])
   is_key = key_impl and layouts_store.is_typed_key(wanted)
   return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=key_impl) if is_key else value

@@ -1,6 +1,5 @@
 """Small tools for hand-written backward passes."""
 
-import contextlib
 import contextvars
 import functools
 from collections.abc import Callable
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxghost.config import ConfigError
 from maxghost.parallel.shardings import setting
 
 _forward_mode = contextvars.ContextVar("maxghost_forward_mode", default=False)
@@ -19,19 +17,6 @@ _in_order = contextvars.ContextVar("maxghost_gradients_in_order", default=False)
 # Traces hand-written backward passes as plain JAX of equal values: custom_vjp has no forward mode for `jax.jvp`.
 forward_mode = functools.partial(setting, _forward_mode, True)
 in_forward_mode = _forward_mode.get
-
-
-@contextlib.contextmanager
-def without_forward_mode():
-  """Raises ConfigError where JAX has a TypeError for a `jax.custom_vjp` of the user."""
-  try:
-    yield
-  except TypeError as error:
-    if "custom_vjp" not in str(error):
-      raise
-    said = "a jax.custom_vjp has no forward mode, by which ghost_schedule=forward_mode and rules without a `score`"
-    raise ConfigError(f"{said} of their own score: write it, or use ghost_schedule=two_pass") from error
-
 
 # Layers inside give a backward pass for their inputs alone: of any rows, and without what a probed layer adds.
 inputs_only = functools.partial(setting, _inputs_only, True)

@@ -166,17 +166,18 @@ def local_block(shape: Sequence[int], sharding: Sharding) -> tuple[slice, ...]:
   return tuple(slice(min(start for start, _ in side), max(stop for _, stop in side)) for side in sides)
 
 
-def spread(value: np.ndarray | jax.Array, sharding: Sharding, shape: Any = None, start: Any = 0) -> jax.Array:
+def spread(value: np.ndarray | jax.Array, sharding: Sharding, shape: Sequence[int] = (), start: Sequence[int] = ()):
   """An array of which each process gives its parts of `value`, which all have whole; or of a `local_block` of an array
   of this shape, which begins at `start` in each dimension. `jax.device_put` compares the values first, and for that
   puts the whole array of every process on every device."""
   if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
     return jax.device_put(value, sharding)
-  own, shape = np.asarray(value), np.shape(value) if shape is None else shape
+  own = np.asarray(value)
+  shape, start = tuple(shape or own.shape), start or [0] * own.ndim
 
   def part(index: Any) -> np.ndarray:
-    bounds = np.reshape([s.indices(size)[:2] for s, size in zip(index, shape, strict=True)], (-1, 2))
-    return own[tuple(slice(*side) for side in (bounds - np.reshape(start, (-1, 1))).astype(int))]
+    sides = (s.indices(size) for s, size in zip(index, shape, strict=True))
+    return own[tuple(slice(i - first, j - first) for (i, j, _), first in zip(sides, start, strict=True))]
 
   return jax.make_array_from_callback(shape, sharding, part)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxghost.config import Config, ConfigError, plugins, replace
 from maxghost.ghost.attach import Twin
-from maxghost.models import autodiff
+from maxghost.ghost.schedules.forward_mode import refuse_custom_vjp
 from maxghost.parallel import distributed, shardings
 from maxghost.training import outer, own_objective, scoring
 from maxghost.training import step as step_lib
@@ -134,7 +134,7 @@ def lower(name: str, function: Callable, layout: shardings.Layout, *arguments,
   if name in ("train_step", "plain_step") or name.startswith(outer.OUTER_STEP):
     options = {"donate_argnums": (0,), "out_shardings": (layout.shardings(arguments[0]), None)}
   function.__name__ = name  # what profiles and JAX's own compile log call it
-  with shardings.use(layout), autodiff.without_forward_mode():
+  with shardings.use(layout), refuse_custom_vjp():
     return jax.jit(function, **options).lower(*arguments)
 
 

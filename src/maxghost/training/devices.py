@@ -9,7 +9,7 @@ from maxghost.config.pipeline import rows_problem
 from maxghost.objectives import create
 from maxghost.parallel import distributed, heap
 from maxghost.parallel.axis_rules import unused_axes
-from maxghost.parallel.shardings import IN_ORDER, Layout
+from maxghost.parallel.shardings import IN_ORDER, Layout, current
 from maxghost.training import host_memory
 
 
@@ -24,12 +24,13 @@ def configure_jax(cfg: Config) -> None:
 
 
 def compiler_options(layout: Layout | None = None) -> dict[str, Any]:
-  """XLA's options for `lower().compile(...)` and `jax.jit` of a program of a layout, by default of JAX's first device.
+  """XLA's options for `lower().compile(...)` and `jax.jit`. layout: of the program; None: the current, or one device.
 
   On CPU most of a step's time is spent in matrix products, which are library calls, so LLVM's higher levels only make
   the compilation longer (default configuration, JAX 0.10.2: 15.7 s of CPU time instead of 9.4, with the same bits).
   JAX's own setting jax_disable_most_optimizations lowers the level further and takes precedence.
   """
+  layout = layout or current()
   if (layout.platform if layout else jax.default_backend()) != "cpu":
     return {}
   level = {} if jax.config.read("jax_disable_most_optimizations") else {"xla_backend_optimization_level": 1}

@@ -1,11 +1,13 @@
 """Schedule 'forward_mode' (engine 'jvp'): one forward-mode pass along the direction, without scoring rules."""
 
+import contextlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxghost.config import ConfigError
 from maxghost.ghost.schedules import passes
 from maxghost.ghost.schedules.base import Model, Problem, Scored
 from maxghost.models import autodiff
@@ -50,3 +52,15 @@ def jvp_scores(model: Model, loss_fn: Callable, batch, num_micro: int, direction
     own = lambda numbered: along(objective.of_micro_batch(numbered[0]), numbered[1])  # noqa: E731
     products, weights = map(parts.joined, jax.lax.map(own, (jnp.arange(num_micro), parts.cut(batch))))
   return products / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+
+
+@contextlib.contextmanager
+def refuse_custom_vjp():
+  """Raises ConfigError where JAX has a TypeError for a `jax.custom_vjp` of the user's."""
+  try:
+    yield
+  except TypeError as error:
+    if "custom_vjp" not in str(error):
+      raise
+    said = "a jax.custom_vjp has no forward mode, by which ghost_schedule=forward_mode and rules without a `score`"
+    raise ConfigError(f"{said} of their own score: write it, or use ghost_schedule=two_pass") from error
