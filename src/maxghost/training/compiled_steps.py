@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from maxghost.config import Config, ConfigError, plugins, replace
 from maxghost.ghost.attach import Twin
@@ -68,8 +68,7 @@ class Program:
   def check_objective(self, cfg: Config, state, batch) -> None:
     """Compares the rows of an own objective, once. Raises ConfigError if they read each other."""
     if "compare_rows" in self._futures.keys() - self._functions:
-      change, loss = jax.device_get(self.function("compare_rows")(state, batch))
-      own_objective.refuse_coupled(cfg, np.max(change), np.max(loss))
+      own_objective.refuse_coupled(cfg, *jax.device_get(self.function("compare_rows")(state, batch)))
 
   def executable(self, name: str = "train_step") -> Executable:
     """Waits until this process has compiled the function."""
@@ -111,11 +110,11 @@ def build(plan: Plan) -> Program:
     submit("plain_step", time.perf_counter(), plain, state, batch, ())
   if cfg.val_sets:
     closing = step_lib.make_closing(cfg, graphdef)
-    submit("closing", time.perf_counter(), apart.closing(closing) if apart else closing, state, val_batches)
+    submit("closing", time.perf_counter(), apart.each(closing) if apart else closing, state, val_batches)
   if cfg.val_sets and plugins.OBJECTIVES[cfg.optimizer.objective].is_own:
     rows = cfg.data.per_device_batch_size * layout.num_devices // (layout.apart if apart else 1)
     compare = own_objective.make_comparison(cfg, graphdef, rows)
-    submit("compare_rows", time.perf_counter(), apart.closing(compare) if apart else compare, state, batch)
+    submit("compare_rows", time.perf_counter(), apart.each(compare, jnp.max) if apart else compare, state, batch)
   if cfg.run.eval_interval > 0:
     rows = batch_shapes(cfg, cfg.eval_rows * layout.num_devices, layout, cfg.evaluated)
     evaluate = step_lib.make_eval_step(cfg, graphdef)

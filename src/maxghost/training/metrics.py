@@ -98,7 +98,7 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
 
 def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token") -> dict[str, float]:
   """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
-  total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
+  total, weights = (math.fsum(column) for column in zip(*sums, strict=True))
   loss = total / (weights or 1.0)
   likely = {"eval/avg_perplexity": _perplexity(loss)} if plugins.OBJECTIVES[objective].perplexity else {}
   return {"eval/avg_loss": loss, **likely, "eval/total_weights": int(weights) if weights.is_integer() else weights}
