@@ -180,17 +180,14 @@ def of_slices(tree: Any) -> Any:
 
 def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:
   """{path: fragments of the parameter}: all for stacked layers, else one, chosen so that fragments have like sizes."""
-  sizes, found = [0.0] * count, {}
-  stacked = [(path, v) for path, v in params if count > 1 and is_stacked(v)]
-  for path, v in stacked:
-    found[path] = tuple(range(count))
-    for fragment in range(count):
-      sizes[fragment] += v.size * len(range(fragment, v.shape[0], count)) / v.shape[0]
-  for path, v in sorted(params, key=lambda item: -item[1].size):
-    if path not in found:
-      fragment = sizes.index(min(sizes))
-      found[path] = (fragment,)
-      sizes[fragment] += v.size
+  sizes, found = np.zeros(count), {}
+  for path, v in sorted(params, key=lambda item: (not is_stacked(item[1]), -item[1].size)):
+    if count > 1 and is_stacked(v):
+      found[path] = tuple(range(count))
+      sizes += [v.size * len(range(fragment, v.shape[0], count)) / v.shape[0] for fragment in range(count)]
+    else:
+      found[path] = (int(sizes.argmin()),)
+      sizes[found[path]] += v.size
   return {path: found[path] for path, _ in params}
 
 
