@@ -200,6 +200,8 @@ class Odd(PairMean):
   [
     ("", r"returns \(6, 13\), \(6, 1\), dict; return"),
     ("loss", "metric loss has the name of a step's"),
+    ("val_loss", "metric val_loss has the name of a step's"),
+    ("diloco/loss/0", "metric diloco/loss/0 has the name of a step's"),
   ],
 )
 def test_what_a_step_cannot_use_is_named(metric, said, monkeypatch):

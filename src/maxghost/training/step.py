@@ -21,7 +21,7 @@ from maxghost.optimizers import by_label, factor_of, learning_rate_schedule, sca
 from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
-from maxghost.training.metrics import OWN_METRICS
+from maxghost.training.metrics import OF_SCORES, OWN_METRICS
 from maxghost.training.state import referenced
 
 
@@ -71,7 +71,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     out = {"loss": passed.loss, "grad_norm": norm, "param_norm": host_memory.norm(whole, cfg.model.stacked_segments),
            "learning_rate": learning_rate, "tokens": passed.weights.sum(), "clip_factor": clip_factor}  # fmt: skip
     reported, columns = step_loss.reported(passed.loss, passed.metrics), {}
-    if taken := [name for name in reported if name in out or name.startswith(OWN_METRICS)]:
+    own = {*out, *OF_SCORES, *scoring.ROW_AXIS, *plugins.ledger_columns()}
+    if taken := [name for name in reported if name in own or name.startswith(OWN_METRICS)]:
       raise ConfigError(f"the objective's metric {taken[0]} has the name of a step's own; call it own/{taken[0]}")
     if wrong := [name for name, x in reported.items() if "/" in name and getattr(x, "shape", None) != ()]:
       raise ConfigError(f"the objective's metric {wrong[0]} is no array of shape (), a scalar: return its mean")
