@@ -1,4 +1,4 @@
-"""Next-token prediction on a MaxText-style batch.
+"""Next-token prediction on a MaxText-style batch, of whole texts or of the completions of conversations.
 
 B batch, T positions, D embed dim.
 """
@@ -8,6 +8,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxghost.config import Config, ConfigError
 from maxghost.models.layers import Hidden
@@ -136,3 +137,11 @@ class LanguageModelLoss(StagedLoss):
     if not self.load_balance_loss_weight or x.routing is None:
       return losses_BT
     return losses_BT + self.load_balance_loss_weight * x.routing["load_balance_BT"]
+
+
+class FineTuning(LanguageModelLoss):
+  """Supervised fine-tuning: cross-entropy of the tokens that the data gives a weight; the data gives prompts none."""
+
+  def batch_spec(self, num_rows, length):
+    shape = jax.ShapeDtypeStruct((num_rows, length), np.float32)
+    return super().batch_spec(num_rows, length) | {"targets_weights": shape}
