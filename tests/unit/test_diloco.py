@@ -22,6 +22,7 @@ from flax import nnx
 from maxghost import attribution, cli, config, scores, train
 from maxghost.config import ConfigError
 from maxghost.interop.load_tree import load_tree
+from maxghost.optimizers import by_label
 from maxghost.parallel import collectives
 from maxghost.parallel.shardings import Layout, own_rows
 from maxghost.training import compiled_steps, memory_report, scoring, state
@@ -358,6 +359,17 @@ def test_nothing_is_merged_twice():
   assert account["pseudo_gradient"][0] == 0
 
 
+def test_slices_have_parts_of_a_whole_or_none():
+  """After the last step of a run with overlap, one move is divided among the slices and another is not."""
+  ones = jax.device_put(np.ones((2, 1)))
+  known = {"momentum": ones, "pseudo_gradient": ones}
+  found = {"outer_gradients": (ones, ()), "outer_losses": ones, "outer_step_merge_0": (None, known)}
+  found["outer_step_sync_0"] = None, known | {"slice": ones}
+  outer, moves = Outer(plan_of(2, **STREAMED).apart), [(MERGE, 0), (SYNC, 0)]
+  account = lambda moves: outer.moved(lambda name: lambda *_: found[name], None, moves, (None,))[1]  # noqa: E731
+  assert "slice" in account(moves[1:]) and "slice" not in account(moves)
+
+
 # Runs of the command.
 
 COMMAND = (
@@ -404,9 +416,7 @@ def held(run, step: int) -> dict:
   import orbax.checkpoint as ocp
 
   tree = ocp.StandardCheckpointer().restore(run / "checkpoints" / str(step) / "items")
-  return {
-    jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in jax.tree.leaves_with_path(tree)
-  }
+  return {label: np.asarray(x) for label, x in by_label(tree).items()}
 
 
 def test_the_log_names_the_slices_and_adds_up(whole, capsys):
@@ -438,22 +448,13 @@ def test_readers_of_parameters_read_the_global_ones(whole, tmp_path, capsys):
   cfg = config.load(whole / "config.yml")
   wanted = state.to_tree(state.abstract_arrays(tiny.abstract_split(cfg)[1]))
   tree = load_tree(whole / "checkpoints" / "5", {"model": wanted})["model"]
-  for path, x in jax.tree.leaves_with_path(tree):
-    label = jax.tree_util.keystr(path, simple=True, separator="/")
+  for label, x in by_label(tree).items():
     np.testing.assert_array_equal(x, saved[f"model/{label}"])
     assert not np.array_equal(x, saved[f"inner_state/model/{label}"][0])
   assert load_model.find(whole)[1] == cfg
   steps = whole / "checkpoints" / "8"
-  convert = [
-    "checkpoint",
-    "convert",
-    "--source_path",
-    str(steps),
-    "--target_path",
-    str(tmp_path / "linen"),
-    "--to",
-    "linen",
-  ]
+  places = ["--source_path", str(steps), "--target_path", str(tmp_path / "linen")]
+  convert = ["checkpoint", "convert", *places, "--to", "linen"]
   for command in (["generate", str(whole), "--prompt", "a", "--max_new_tokens", "3"], convert):
     assert cli.main(command) == 0, capsys.readouterr().err
   assert cli.main(["checkpoint", "hf", "export", str(whole), str(tmp_path / "hf")]) == 0

@@ -100,6 +100,8 @@ def test_scores_that_are_not_finite_are_named():
 def test_the_mean_over_evaluation_batches_weighs_tokens():
   record = metrics.eval_metrics([(np.float32(30), np.float32(10)), (np.float32(2), np.float32(6))])
   assert record == {"eval/avg_loss": 2.0, "eval/avg_perplexity": pytest.approx(math.exp(2)), "eval/total_weights": 16}
+  many = metrics.eval_metrics([(np.float32(0), np.float32(2**24)), (np.float32(0), np.float32(1))])
+  assert many["eval/total_weights"] == 2**24 + 1  # which float32 does not have
 
 
 def test_the_log_goes_back_to_a_position(tmp_path):

@@ -21,6 +21,9 @@ from maxghost import config, objectives, scorelog, train
 from maxghost.config import ConfigError, plugins
 from maxghost.data.types import Batch
 from maxghost.objectives import LanguageModelLoss
+from maxghost.parallel.shardings import Layout
+from maxghost.training import compiled_steps
+from maxghost.training.plan import Plan
 from maxghost.training.score_recorder import scored_rows
 
 NAME = "pair_mean"
@@ -197,6 +200,8 @@ class Odd(PairMean):
   [
     ("", r"returns \(6, 13\), \(6, 1\), dict; return"),
     ("loss", "metric loss has the name of a step's"),
+    ("val_loss", "metric val_loss has the name of a step's"),
+    ("diloco/loss/0", "metric diloco/loss/0 has the name of a step's"),
   ],
 )
 def test_what_a_step_cannot_use_is_named(metric, said, monkeypatch):
@@ -314,6 +319,23 @@ def test_an_objective_whose_units_read_each_other_is_refused(read, monkeypatch, 
     assert train.main([*arguments, f"base_output_directory={tmp_path}", "ghost_val_sets=words"]) == 2
   assert "objective=pair_mean: losses of a row change with other rows, by" in capsys.readouterr().err
   assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_slices_that_train_apart_have_an_objectives_maxima_and_are_all_checked(monkeypatch):
+  class Largest(PairMean):
+    maxima = ("own/largest",)
+
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Largest))
+  apart = {"enable_diloco": True, "dcn_data_parallelism": 2, "ici_data_parallelism": 1}
+  cfg = config.replace(config.load(), **(RUN | apart))
+  plan = Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:2]))
+  assert plan.apart is not None
+  values_R = jnp.asarray([1.0, 5.0])
+  assert plan.apart.to_host({"own/largest": values_R, "own/mean": values_R}) == {"own/largest": 5, "own/mean": 3}
+  program = compiled_steps.build(plan)
+  program.executable("outer_step_sync_0")  # the last of all: no thread goes on to compile
+  compare = program.executable("compare_rows").call
+  assert all(sharding.is_fully_replicated for sharding in compare.output_shardings)
 
 
 def test_a_loss_without_a_forward_mode_is_refused(monkeypatch, tmp_path, capsys):

@@ -145,6 +145,14 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, base):
   assert "\n" not in str(raised.value)
 
 
+def test_a_place_for_checkpoints_that_is_none_is_told_before_the_first_step(tmp_path):
+  cfg = make_config(tmp_path)
+  start(cfg)
+  (tmp_path / "runs" / "one" / "checkpoints").touch()
+  with pytest.raises(ConfigError, match=r"cannot write .*checkpoints is not a directory"):
+    run_directory.inspect(cfg)
+
+
 def test_a_bucket_is_refused_before_anything_is_made(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(ConfigError, match=r"^base_output_directory=gs://bucket/runs: runs are written to"):

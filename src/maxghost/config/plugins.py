@@ -100,7 +100,7 @@ _loss = functools.partial(Objective, schedules=("two_pass", "reverse_scan"), per
 _pairs = functools.partial(_loss, rows_per_unit=2, records="pairs")
 OBJECTIVES: dict[str, Objective] = {
   "next_token": Objective("maxghost.objectives.next_token:LanguageModelLoss"),
-  "sft": Objective("maxghost.objectives.sft:FineTuning", records="conversations"),
+  "sft": Objective("maxghost.objectives.next_token:FineTuning", records="conversations"),
   "dpo": _pairs("maxghost.objectives.dpo:PreferenceLoss", reference="start"),
   "distill": _loss("maxghost.objectives.distill:Distillation", reference="teacher"),
   "grpo": _loss(

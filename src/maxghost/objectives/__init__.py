@@ -3,8 +3,7 @@
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.objectives.base import Objective, PlainLoss, StagedLoss, as_objective
 from maxghost.objectives.cross_entropy import token_losses
-from maxghost.objectives.next_token import LanguageModelLoss
-from maxghost.objectives.sft import FineTuning
+from maxghost.objectives.next_token import FineTuning, LanguageModelLoss
 from maxghost.objectives.tiled import tiled_losses
 
 __all__ = [

@@ -1,17 +1,17 @@
-"""Next-token prediction on a MaxText-style batch.
+"""Next-token prediction on a MaxText-style batch, of whole texts or of the completions of conversations.
 
-B batch, T positions, D embed dim.
+B batch, T positions, D embed dim, C predictions at each position.
 """
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxghost.config import Config, ConfigError
 from maxghost.models.layers import Hidden
-from maxghost.objectives import multi_token
 from maxghost.objectives.base import StagedLoss
 from maxghost.objectives.cross_entropy import mean_cotangent, token_losses
 from maxghost.objectives.tiled import Head
@@ -24,7 +24,7 @@ class LanguageModelLoss(StagedLoss):
   A token whose targets_segmentation is not 0 has the weight `targets_weights`, or 1 in a batch without weights.
   dropout_key: None turns dropout off. load_balance_loss_weight: factor of each token's share of the load-balancing
   loss, which is added to the token's loss. num_tiles > 1: computes the logits by tiles of the tokens or of the
-  vocabulary (`tile_axis`). mtp_weight: of the losses of further tokens (`multi_token`).
+  vocabulary (`tile_axis`). mtp_weight: of the losses of further tokens (`_of_further`).
   """
 
   maxima = ("max_logits_LH",)
@@ -117,12 +117,43 @@ class LanguageModelLoss(StagedLoss):
     if weights_BT is None:
       raise ConfigError(f"objective={self.name}: weights returns None, not an array [B, T]")
     if self.mtp_weight:
-      losses_BT, x, found = multi_token.combined(self, model, x, batch, weights_BT)
+      losses_BT, x, found = self._of_further(model, x, batch, weights_BT)
     else:
       expected_BT = mean_cotangent(weights_BT, x.x_BTD.dtype)
       losses_BT = self.cross_entropy(model, x, batch["targets"], expected_BT)
     losses_BT = self.balanced(x, losses_BT)
     return losses_BT, weights_BT.astype(losses_BT.dtype), self.metrics(x, batch) | found
+
+  def _of_further(self, model, x: Hidden, batch, weights_BT) -> tuple[Any, Hidden, dict]:
+    """Multi-token prediction: a token is predicted by the model, and by modules from further back.
+
+    With weight lambda and M modules, token j has the loss l_j + lambda / M sum_k l_jk, where l_jk is the cross-entropy
+    of module k, k positions before the position that the model predicts j from. Terms across the start of a document
+    are 0. Source: DeepSeek-V3, arXiv:2412.19437, equations 24 and 25.
+
+    Returns (losses [B, T], x with what the routers of the modules add, {"mtp_loss": weighted mean over tokens and
+    modules}). x: of `Transformer.hidden`. weights_BT: of the tokens. C is 1 + M.
+    """
+    segments_BT, block = batch["inputs_segmentation"], model.mtp_block
+    depths = range(1, block.num_layers + 1)
+    keys = [self.layer_key(model.decoder.num_layers + depth - 1) for depth in depths]
+    outputs = block(dataclasses.replace(x, peaks_BLH=None), batch["inputs_position"], segments_BT, keys)
+    g_BT = mean_cotangent(weights_BT, x.x_BTD.dtype)
+    place_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
+    # Whether position i and the one k further are of one segment.
+    within = [(k, (place_BT < place_BT.shape[1] - k) & (segments_BT == jnp.roll(segments_BT, -k, 1))) for k in depths]
+    g_further_BT = g_BT * self.mtp_weight / len(depths)
+    expected = [g_BT, *(jnp.where(same_BT, jnp.roll(g_further_BT, -k, 1), 0) for k, same_BT in within)]
+    targets_BTC = jnp.stack([jnp.roll(batch["targets"], -k, 1) for k in (0, *depths)], 2)
+    # One use of the output head for all predictions: each position then has one cotangent of the projection.
+    together = dataclasses.replace(x, x_BTD=jnp.stack([x.x_BTD, *(output.x_BTD for output in outputs)], 2))
+    losses_BTC = self.cross_entropy(model, together, targets_BTC, jnp.stack(expected, 2))
+    further = [jnp.roll(jnp.where(same_BT, losses_BTC[..., k], 0), k, 1) for k, same_BT in within]
+    further_BT = jnp.asarray(sum(further)) / len(depths)
+    weights_BT = weights_BT.astype(further_BT.dtype)
+    mean = jnp.sum(further_BT * weights_BT) / jnp.maximum(weights_BT.sum(), jnp.finfo(weights_BT.dtype).tiny)
+    routed = dataclasses.replace(x, routing=outputs[-1].routing)
+    return losses_BTC[..., 0] + self.mtp_weight * further_BT, routed, {"mtp_loss": mean}
 
   def cross_entropy(self, model, x: Hidden, targets_BT, expected_BT=None):
     """Of each token, [B, T] in nats, by tiles if there are any. expected_BT: as in `tiled_losses`."""
@@ -136,3 +167,11 @@ class LanguageModelLoss(StagedLoss):
     if not self.load_balance_loss_weight or x.routing is None:
       return losses_BT
     return losses_BT + self.load_balance_loss_weight * x.routing["load_balance_BT"]
+
+
+class FineTuning(LanguageModelLoss):
+  """Supervised fine-tuning: cross-entropy of the tokens that the data gives a weight; the data gives prompts none."""
+
+  def batch_spec(self, num_rows, length):
+    shape = jax.ShapeDtypeStruct((num_rows, length), np.float32)
+    return super().batch_spec(num_rows, length) | {"targets_weights": shape}

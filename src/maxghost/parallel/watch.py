@@ -126,7 +126,7 @@ class Watch:
 
   def report(self, problem: str) -> None:
     """Prints a problem of the run on stderr, with this process and the advice."""
-    advice = _asked(self.advice) or "start all processes again"
+    advice = _within(ASK_SECONDS, self.advice) or "start all processes again"
     print_problem(f"process {distributed.index()} of {distributed.count()}: {problem}; {advice}")
 
   def _sign(self, beat: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Watch:
       return ""
     waiting = [sign for process, (sign, _) in self._heard.items() if process not in late]
     program = next((other["program"] for other in waiting if other["program"]), sign["program"])
-    explained = _asked(self.explain, program) if program else ""
+    explained = (program and _within(ASK_SECONDS, self.explain, program)) or ""
     if not waiting:
       return f"{sign['doing']} hangs in all processes for {seconds:.0f} s{explained and f' ({explained})'}"
     names, does = ", ".join(map(str, sorted(late))), f"{sign['doing']}, at {sign['line']}"
@@ -171,26 +171,23 @@ def leave(code: int) -> None:
   """
 
   def shut_down() -> None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # what went wrong has been printed
-      distributed.store().key_value_set(f"{_LEFT}/{distributed.index()}", str(code), allow_overwrite=True)
-      jax.distributed.shutdown()
+    distributed.store().key_value_set(f"{_LEFT}/{distributed.index()}", str(code), allow_overwrite=True)
+    jax.distributed.shutdown()
 
   _leaving.set()
-  ending = threading.Thread(target=shut_down, daemon=True, name="leave")
-  ending.start()
-  ending.join(LEAVE_SECONDS)
+  _within(LEAVE_SECONDS, shut_down)  # what went wrong has been printed
   distributed.exit_at_once(code)
 
 
-def _asked(function: Callable[..., str], *arguments: str) -> str:
-  """The text that a function returns, for a message; empty if it fails or takes longer than ASK_SECONDS."""
-  said: list[str] = []
+def _within(seconds: float, function: Callable, *arguments: str) -> Any:
+  """What a function returns; None if it fails or takes longer."""
+  found = []
 
-  def ask() -> None:
+  def run() -> None:
     with contextlib.suppress(Exception):
-      said.append(function(*arguments))
+      found.append(function(*arguments))
 
-  thread = threading.Thread(target=ask, daemon=True)
+  thread = threading.Thread(target=run, daemon=True)
   thread.start()
-  thread.join(ASK_SECONDS)
-  return said[0] if said else ""
+  thread.join(seconds)
+  return found[0] if found else None

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from maxghost.config import Config
+from maxghost.objectives import create
 from maxghost.parallel import distributed
 from maxghost.parallel.axis_rules import APART, BATCH
 from maxghost.parallel.shardings import AXES, Layout, constrain, map_state, use
@@ -24,10 +25,10 @@ from maxghost.training.host_memory import is_stacked
 
 # Parts of the train state: global model (as in any checkpoint), states of the slices [R, ...], state of the outer step.
 GLOBAL, INNER, OUTER = "model", "inner_state", "outer_state"
-# Outputs by row, of which a slice's are parts of the mean over slices. `_JOIN`: how others are joined, if not by mean.
+# Outputs by row, of which a slice's are parts of the mean over slices. `_JOIN`: how others are joined, if not by mean
+# or, if the objective says so, by their maximum.
 _SHARED_OUT = ("contribution_BSK", "share_BS", "param_contribution", "token_contribution_KBT")
-_JOIN: dict[str, Callable] = {"tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any,
-                              "max_logits_LH": np.max, "check_rel_err": np.max}  # fmt: skip
+_JOIN = {"tokens": np.sum, "scored_ok": np.all, "nonfinite_scores": np.any, "check_rel_err": np.max}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +123,10 @@ class Diloco:
     with use(self.layout.together):
       return scoring.place(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), axis)
 
-  def closing(self, close: Callable) -> Callable:
-    """`step.make_closing` for every slice: outputs [R, K]."""
-    mapped = jax.vmap(close, (self._axes, None), spmd_axis_name=APART)
-    return lambda whole, val_batches: mapped(self._inner(whole), val_batches)
+  def each(self, function: Callable, join: Callable = lambda x_R: x_R) -> Callable:
+    """function(state, rows) in every slice, all on the same rows: outputs [R, ...], or what `join` makes of each."""
+    mapped = jax.vmap(function, (self._axes, None), spmd_axis_name=APART)
+    return lambda whole, rows: jax.tree.map(join, mapped(self._inner(whole), rows))
 
   def to_host(self, out: Mapping[str, Any]) -> dict[str, Any]:
     """Host copies of outputs: those by row as `scoring.to_host`, all others joined over the slices of all processes, by
@@ -135,9 +136,9 @@ class Diloco:
     rest = {name: x for name, x in out.items() if name not in by_row}
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(rest)):
       return dict(out)
-    found = {}
+    found, joins = {}, _JOIN | dict.fromkeys(create(self.cfg).maxima, np.max)
     for name, value in of_slices(rest).items():
-      found[name] = jax.tree.map(functools.partial(_JOIN.get(name, np.mean), axis=0), value)
+      found[name] = jax.tree.map(functools.partial(joins.get(name, np.mean), axis=0), value)
       if name == "loss":
         found |= {f"diloco/loss/{r}": x for r, x in enumerate(value)}
     return scoring.to_host(by_row) | found
@@ -179,17 +180,14 @@ def of_slices(tree: Any) -> Any:
 
 def _fragments(params: list, count: int) -> dict[tuple, tuple[int, ...]]:
   """{path: fragments of the parameter}: all for stacked layers, else one, chosen so that fragments have like sizes."""
-  sizes, found = [0.0] * count, {}
-  stacked = [(path, v) for path, v in params if count > 1 and is_stacked(v)]
-  for path, v in stacked:
-    found[path] = tuple(range(count))
-    for fragment in range(count):
-      sizes[fragment] += v.size * len(range(fragment, v.shape[0], count)) / v.shape[0]
-  for path, v in sorted(params, key=lambda item: -item[1].size):
-    if path not in found:
-      fragment = sizes.index(min(sizes))
-      found[path] = (fragment,)
-      sizes[fragment] += v.size
+  sizes, found = np.zeros(count), {}
+  for path, v in sorted(params, key=lambda item: (not is_stacked(item[1]), -item[1].size)):
+    if count > 1 and is_stacked(v):
+      found[path] = tuple(range(count))
+      sizes += [v.size * len(range(fragment, v.shape[0], count)) / v.shape[0] for fragment in range(count)]
+    else:
+      found[path] = (int(sizes.argmin()),)
+      sizes[found[path]] += v.size
   return {path: found[path] for path, _ in params}
 
 

@@ -26,7 +26,9 @@ SCALARS = {"learning/loss": "loss", "learning/grad_norm": "grad_norm", "learning
            "learning/current_learning_rate": "learning_rate", "learning/clip_factor": "clip_factor",
            "learning/lm_loss": "lm_loss", "learning/moe_lb_loss": "moe_lb_loss", "moe/router_entropy": "router_entropy",
            "learning/mtp_loss": "mtp_loss"}  # fmt: skip
-OWN_METRICS = ("learning/", "perf/", "eval/", "moe/", "ghost/", "rollout/", "sample/")  # names that no objective gives
+# Names, and beginnings of names, that no objective gives.
+OWN_METRICS = ("learning/", "perf/", "eval/", "moe/", "ghost/", "diloco/", "rollout/", "sample/")
+OF_SCORES = {"val_loss", "scored_ok", "captured", "nonfinite_scores", "predicted_curvature", "check_rel_err"}
 SAMPLE = "sample/text"  # a text of the model, the only metric that is not a number
 
 
@@ -98,7 +100,7 @@ def unscored_line(step: int, outputs: Mapping[str, Any]) -> str | None:
 
 def eval_metrics(sums: Sequence[tuple[Any, Any]], objective: str = "next_token") -> dict[str, float]:
   """The eval/* part from (summed loss, weight) of each batch: the weighted mean over all batches."""
-  total, weights = (float(sum(column)) for column in zip(*sums, strict=True))
+  total, weights = (math.fsum(column) for column in zip(*sums, strict=True))
   loss = total / (weights or 1.0)
   likely = {"eval/avg_perplexity": _perplexity(loss)} if plugins.OBJECTIVES[objective].perplexity else {}
   return {"eval/avg_loss": loss, **likely, "eval/total_weights": int(weights) if weights.is_integer() else weights}

@@ -188,7 +188,8 @@ class Outer:
 
   def moved(self, program: Callable, state: nnx.State, moves: list, val_batches: tuple) -> tuple[nnx.State, dict]:
     """(state, account) after these moves. The account has, in nats at the global parameters, predicted_drop,
-    actual_drop, momentum and pseudo_gradient [K], and without overlap slice [R, K]; it is empty without val_batches."""
+    actual_drop, momentum and pseudo_gradient [K], and without overlap slice [R, K], if that is known of every move; it
+    is empty without val_batches."""
     accounts, gradients = [], ()
     if val_batches:
       before, gradients = program("outer_gradients")(state, val_batches)
@@ -198,10 +199,9 @@ class Outer:
     if not accounts:
       return state, {}
     after = program("outer_losses")(state, val_batches)
-    found: dict[str, Any] = {}
-    for account in accounts:
-      own = {name: x if name == "slice" else x[0] for name, x in of_slices(account).items()}
-      found = {name: found.get(name, 0.0) + own.get(name, 0.0) for name in found | own}
+    moved = [{name: x if name == "slice" else x[0] for name, x in of_slices(account).items()} for account in accounts]
+    of_all = [name for name in moved[0] if all(name in own for own in moved)]
+    found: dict[str, Any] = {name: sum(own[name] for own in moved) for name in of_all}
     found["predicted_drop"] = found["momentum"] + found["pseudo_gradient"]
     before, after = of_slices((before, after))
     found["actual_drop"] = before[0].astype(np.float64) - after[0]

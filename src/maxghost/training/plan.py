@@ -138,23 +138,16 @@ class Plan:
   def mesh(self) -> str:
     return describe(self.layout.mesh) + (f" of {distributed.count()} processes" if distributed.count() > 1 else "")
 
-  def _stages(self) -> list[str]:
-    """A line on the pipeline stages, if there are any."""
-    layout, model = self.layout, self.cfg.model
-    if layout.stages is None:
-      return []
-    rows = self.rows // self.cfg.optimizer.gradient_accumulation_steps * layout.stages.num // layout.row_parts
-    width = self.cfg.data.max_target_length // layout.rules.sizes["context"] * model.base_emb_dim
-    layers = model.base_num_decoder_layers // model.inhomogeneous_layer_cycle_interval
-    return [layout.stages.describe(layers, rows, width * np.dtype(model.dtype).itemsize)]
-
   def lines(self) -> list[str]:
-    """Lines on mesh, batch, validation rows, model and FLOPs."""
+    """Lines on mesh, pipeline stages, batch, validation rows, model and FLOPs."""
     cfg, layout, rows = self.cfg, self.layout, self.rows
     lines = [f"mesh: {self.mesh}; {self.spread}"] if layout.num_devices > 1 else []
     lines += Outer(self.apart).lines() if self.apart else []
-    lines += self._stages()
     accumulated, length, steps = cfg.optimizer.gradient_accumulation_steps, cfg.data.max_target_length, cfg.run.steps
+    if layout.stages is not None:
+      width = length // layout.rules.sizes["context"] * cfg.model.base_emb_dim * np.dtype(cfg.model.dtype).itemsize
+      layers = cfg.model.base_num_decoder_layers // cfg.model.inhomogeneous_layer_cycle_interval
+      lines.append(layout.stages.describe(layers, rows // accumulated * layout.stages.num // layout.row_parts, width))
     micro = f" in {accumulated} micro-batches" if accumulated > 1 else ""
     factors = [f"per_device_batch_size {cfg.data.per_device_batch_size}"]
     factors += [f"{layout.num_devices} devices"] if layout.num_devices > 1 else []

@@ -133,11 +133,12 @@ def _check_writable(path: Path, cfg: Config) -> None:
   if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > 255:
     said = f"run_name={name!r}: must be the name of a folder in base_output_directory"
     raise ConfigError(f"{said}, of at most 255 bytes, without line ends; for example run_name=base")
-  place = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
-  if not place.is_dir():
-    raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
-  if not os.access(place, os.W_OK | os.X_OK):
-    raise ConfigError(_unwritable(path, cfg, f"no permission in {place}"))
+  for folder in (path.absolute(), path.absolute() / CHECKPOINTS):
+    place = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not place.is_dir():
+      raise ConfigError(_unwritable(path, cfg, f"{place} is not a directory"))
+    if not os.access(place, os.W_OK | os.X_OK):
+      raise ConfigError(_unwritable(path, cfg, f"no permission in {place}"))
 
 
 def check_saved(path: Path, saved: Mapping[str, Any], cfg: Config) -> None:
