@@ -15,7 +15,7 @@ from maxghost.config import Config, ConfigError, plugins, replace
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.schedules.forward_mode import refuse_custom_vjp
 from maxghost.parallel import distributed, shardings
-from maxghost.training import outer, scoring
+from maxghost.training import outer, own_objective, scoring
 from maxghost.training import step as step_lib
 from maxghost.training.devices import batch_shapes, compiler_options
 from maxghost.training.diloco import Diloco
@@ -46,8 +46,8 @@ class Program:
 
   train_step(state, batch, val_batches) -> (state, out) donates the state; plain_step is the same without scores, for
   runs that score only some steps. closing: see `step.make_closing`. evaluate(state, batch) -> (summed loss, tokens).
-  compare_rows: see `step.make_comparison`. to_host: copies a step's outputs to the host. outer: `Outer.after` of slices
-  that train apart; None without DiLoCo.
+  compare_rows: see `own_objective`. to_host: copies a step's outputs to the host. outer: `Outer.after` of slices that
+  train apart; None without DiLoCo.
   """
 
   def __init__(self, futures: Mapping[str, Future[Executable]], scored: dict[str, int], apart: Diloco | None = None):
@@ -68,7 +68,7 @@ class Program:
   def check_objective(self, cfg: Config, state, batch) -> None:
     """Compares the rows of an own objective, once. Raises ConfigError if they read each other."""
     if "compare_rows" in self._futures.keys() - self._functions:
-      step_lib.refuse_coupled(cfg, *jax.device_get(self.function("compare_rows")(state, batch)))
+      own_objective.refuse_coupled(cfg, *jax.device_get(self.function("compare_rows")(state, batch)))
 
   def executable(self, name: str = "train_step") -> Executable:
     """Waits until this process has compiled the function."""
@@ -113,7 +113,7 @@ def build(plan: Plan) -> Program:
     submit("closing", time.perf_counter(), apart.each(closing) if apart else closing, state, val_batches)
   if cfg.val_sets and plugins.OBJECTIVES[cfg.optimizer.objective].is_own:
     rows = cfg.data.per_device_batch_size * layout.num_devices // (layout.apart if apart else 1)
-    compare = step_lib.make_comparison(cfg, graphdef, rows)
+    compare = own_objective.make_comparison(cfg, graphdef, rows)
     submit("compare_rows", time.perf_counter(), apart.each(compare, jnp.max) if apart else compare, state, batch)
   if cfg.run.eval_interval > 0:
     rows = batch_shapes(cfg, cfg.eval_rows * layout.num_devices, layout, cfg.evaluated)

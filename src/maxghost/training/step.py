@@ -1,6 +1,6 @@
 """The train step as one pure function of (state, batch, validation batches).
 
-B rows, S documents in a row, T positions, K validation sets, L layers, C comparisons.
+B rows, S documents in a row, T positions, K validation sets, L layers.
 """
 
 import functools
@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from maxghost import optimizers
@@ -24,8 +23,6 @@ from maxghost.parallel.shardings import constrain, constrain_state
 from maxghost.training import host_memory, scoring, selection
 from maxghost.training.metrics import OF_SCORES, OWN_METRICS
 from maxghost.training.state import referenced
-
-COUPLED = 1e-3  # of the largest loss: a larger change is none of rounding; a bfloat16 model has four roundings
 
 
 def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, num_sets: int = 1):
@@ -180,43 +177,3 @@ def make_closing(cfg: Config, graphdef):
     return out
 
   return close
-
-
-def make_comparison(cfg: Config, graphdef, num_rows: int):
-  """`compare(state, batch) -> (largest change, largest loss)` of the losses of the batch's first `num_rows` rows, by an
-  objective of the user's own: scores would be wrong if its rows read each other.
-
-  In each comparison one half of the units stay, and all others become copies of the first that stays. Any two units are
-  in different halves at least once, in both ways.
-  """
-  objective = create(cfg).evaluation()
-  row_B, size = np.arange(num_rows), objective.rows_per_unit
-  unit_B = row_B // size
-  places = range(int(unit_B[-1]).bit_length())
-  stays_CB = np.array([unit_B >> place & 1 == one for place in places for one in (0, 1)]).reshape(-1, num_rows)
-
-  def compare_rows(state, batch):
-    train_state = nnx.merge(graphdef, state)
-
-    def losses_of(batch):
-      losses_BT, weights_BT = objective(train_state.model, *referenced(objective, train_state, batch))
-      return jnp.where(weights_BT != 0, losses_BT.astype(jnp.promote_types(losses_BT.dtype, jnp.float32)), 0)
-
-    def change(stays_B):
-      index_B = jnp.where(stays_B, row_B, jnp.argmax(stays_B) + row_B % size)
-      moved_BT = losses_of(jax.tree.map(lambda x: x[index_B], rows)) - before_BT
-      return jnp.abs(jnp.where(stays_B[:, None], moved_BT, 0)).max()
-
-    rows = jax.tree.map(lambda x: x[:num_rows], batch)
-    before_BT = losses_of(rows)
-    changes_C = jax.lax.map(change, jnp.asarray(stays_CB))
-    return constrain(changes_C.max(initial=0), ()), constrain(jnp.abs(before_BT).max(), ())
-
-  return compare_rows
-
-
-def refuse_coupled(cfg: Config, change: float, loss: float) -> None:
-  """Raises ConfigError if a unit's losses change with the rows of others."""
-  if change > max(COUPLED, 4 * float(jnp.finfo(cfg.model.dtype).eps)) * loss:
-    said = f"objective={cfg.optimizer.objective}: losses of a row change with other rows, by {change:.3g} of {loss:.3g}"
-    raise ConfigError(f"{said}, so scores would be wrong: compute the losses of a unit from its own rows alone")
