@@ -64,24 +64,26 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     if whole and unpacked > _MEMORY_LIMIT:
       said = f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from memory"
       raise ConfigError(f"{said}; unpack the files, or tokenize them once with: python -m maxghost.data prepare")
-    if cap and len(size):
-      ends = used.get(file.domain, 0) + np.cumsum(size)
-      if file.domain not in used and ends[0] > cap:
-        raise base.too_low_cap(cap, file.domain, int(ends[0]))
-      used[file.domain] = int(ends[-1])
-      offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
     read, place = functools.partial(read, opened, file.path, of), functools.partial(_place, opened, file.path, kind)
     for domain, here in _by_domain(file.domain, read if own else None, offset, size).items():
       if not domain.isprintable():
         raise ConfigError(f"{place(int(offset[here[0]]))}: the domain {domain!r} holds control characters")
       known.append(domain)
-      if not own or not cfg.dataset_domains or domain in cfg.dataset_domains:
-        shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, place, kind == TXT))
-        offsets.append(offset[here])
-        sizes.append(size[here])
+      if own and cfg.dataset_domains and domain not in cfg.dataset_domains:
+        continue
+      if cap and len(here):
+        ends = used.get(domain, 0) + np.cumsum(size[here])
+        if domain not in used and ends[0] > cap:
+          raise base.too_low_cap(cap, domain, int(ends[0]))
+        used[domain] = int(ends[-1])
+        here = here[: np.searchsorted(ends, cap, side="right")]
+      shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, place, kind == TXT))
+      offsets.append(offset[here])
+      sizes.append(size[here])
   base.check_known("dataset_domains", cfg.dataset_domains if own else (), known, "the data")
   source = RecordSource(shards, cfg, notes, (np.concatenate(offsets), np.concatenate(sizes)))
-  parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
+  of_cap = f"{cap} by record" if cap and own else str(cap)  # once it was of the files' domains, which gave other rows
+  parts = (*cfg.train_data_columns, of_cap, *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
 
