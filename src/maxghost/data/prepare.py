@@ -174,7 +174,7 @@ def _write_part(job: Job, part: int) -> dict:
   names += ["field", "field_length"] if job.source.fields else []  # all as one text, and the length of each
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
   paths, counts = {}, dict.fromkeys(("empty", "corrupt"), 0)
-  writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)
+  writer = array_record_module.ArrayRecordWriter(os.fsencode(scratch), _SHARD_OPTIONS)
   dtype, lengths = token_dtype(job.tokenizer.vocab_size), []
   for block in _blocks(_documents(job, part, columns, paths, counts)):
     columns["block_first"].append([len(lengths)])
