@@ -202,9 +202,8 @@ def _documents(job: Job, part: int, columns: dict[str, list], paths: dict, count
   """A part's documents that hold text, read a few megabytes at a time. Adds to the columns, paths and counts."""
   source, tokenizer = job.source, job.tokenizer
   step = max(1, _READ_BYTES // max(1, source.num_bytes // len(source)))
-  stop = min((part + 1) * job.part_documents, len(source))
-  for first in range(part * job.part_documents, stop, step):
-    indices = np.arange(first, min(first + step, stop))
+  first, stop = part * job.part_documents, min((part + 1) * job.part_documents, len(source))
+  for indices in scan(stop, step, first):
     read = read_or_skip(source.texts, indices, job.cfg.on_corrupt)
     counts["corrupt"] += sum(text is None for text in read)
     counts["empty"] += sum(text == b"" for text in read)

@@ -52,10 +52,10 @@ class Split:
     return np.concatenate(found)[:limit] if found else np.empty(0, np.int64)
 
 
-def scan(size: int):
-  """0..size-1 in arrays of bounded length."""
-  for first in range(0, size, _SCAN):
-    yield np.arange(first, min(first + _SCAN, size))
+def scan(stop: int, most: int = _SCAN, start: int = 0):
+  """start..stop-1 in arrays of at most `most`."""
+  for first in range(start, stop, most):
+    yield np.arange(first, min(first + most, stop))
 
 
 def find_documents(source: Source, wanted: Iterable[tuple[str, str, int]]) -> dict[DocumentId, int]:
