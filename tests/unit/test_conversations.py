@@ -519,6 +519,9 @@ def test_bad_files_are_named_with_their_line(corpus, tmp_path):
   (tmp_path / "y.txt").write_text("x")
   with pytest.raises(ConfigError, match="is plain text, but the objective reads records"):
     dataset_of(corpus, dataset_files=(f"a={tmp_path}/y.txt",))
+  (tmp_path / "none.jsonl").touch()
+  with pytest.raises(ConfigError, match=r"none.jsonl at byte 0, line 1: the domain 'a\\x01' holds control characters"):
+    dataset_of(corpus, dataset_files=(f"a\x01={tmp_path}/none.jsonl",))
   (tmp_path / "bad.jinja").write_text("{% for %}")
   for path, reason in ((tmp_path / "bad.jinja", "line 1"), (tmp_path / "none.jinja", "cannot be read")):
     with pytest.raises(ConfigError, match=reason):

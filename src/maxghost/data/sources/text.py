@@ -67,7 +67,7 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     read, place = functools.partial(read, opened, file.path, of), functools.partial(_place, opened, file.path, kind)
     for domain, here in _by_domain(file.domain, read if own else None, offset, size).items():
       if not domain.isprintable():
-        raise ConfigError(f"{place(int(offset[here[0]]))}: the domain {domain!r} holds control characters")
+        raise ConfigError(f"{place(int(offset[here[:1]].sum()))}: the domain {domain!r} holds control characters")
       known.append(domain)
       if own and cfg.dataset_domains and domain not in cfg.dataset_domains:
         continue
