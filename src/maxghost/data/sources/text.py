@@ -187,10 +187,8 @@ def _read_text(opened: Opened, path: str, kind: str, offsets: list, sizes: list,
 def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
   file = opened.get(path)  # this reference keeps it open
   raw = file[offset : offset + size] if isinstance(file, bytes) else b""
-  while len(raw) < size and not isinstance(file, bytes):  # one call gives at most 2 GiB
-    if not (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
-      break
-    raw += more
+  while isinstance(file, _File) and (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
+    raw += more  # one call gives at most 2 GiB
   if len(raw) < size:
     raise base.CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
   return raw
