@@ -516,7 +516,7 @@ def test_runs_of_pairs_or_with_a_second_model_are_refused_by_key(keys, named, tm
   assert f"{tmp_path} has {named}; attribute scores" in capsys.readouterr().err
 
 
-def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
+def test_checkpoints_of_a_run_are_found_in_order(tmp_path, monkeypatch):
   for step in (10, 9, 200):
     (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
   (tmp_path / "checkpoints" / "4.unusable").mkdir()
@@ -524,6 +524,9 @@ def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
   run_dir, paths = attribute.resolve([tmp_path])
   assert run_dir == tmp_path and list(paths) == [9, 10, 200]
   assert list(attribute.resolve([tmp_path / "checkpoints" / "9"])[1]) == [9]
+  monkeypatch.setattr(Path, "is_dir", lambda path: str(path) == "/5")  # a folder of the root
+  with pytest.raises(ConfigError, match=r"^/ has no config.yml"):
+    attribute.resolve([Path("/5")])
 
 
 def saved(cfg, folder, *parts):
