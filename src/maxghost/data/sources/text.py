@@ -136,7 +136,7 @@ def _open(path: str) -> _File | bytes:
     if pyarrow is None:
       with gzip.open(path, "rb") as file:
         return file.read()
-    with pyarrow.OSFile(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
+    with pyarrow.OSFile(os.fsencode(path)) as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
       return stream.read()
   except (OSError, EOFError, ValueError, zlib.error) as error:
     raise base.CorruptError(f"{path} cannot be read: {error}") from error
@@ -198,9 +198,9 @@ class _Parquet:
   """A Parquet file, read by row groups. Keeps the `num_groups` read last, so read neighbouring rows together."""
 
   def __init__(self, num_groups: int, path: str):
-    parquet = import_package("pyarrow.parquet", path)
+    pyarrow, parquet = (import_package(name, path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
-      self.file = parquet.ParquetFile(path)
+      self.file = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(path)))  # a text would have to be UTF-8
       self.names = tuple(self.file.schema_arrow.names)
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and more
       raise base.CorruptError(f"{path} is no readable Parquet file: {error}") from error
