@@ -114,9 +114,7 @@ def _hashes_of(records: dict[str, int], source: Source, said: str) -> tuple[list
   """(hashes of the ids of the documents whose record has one of these ids, ids of no record); reads all records."""
   if "id" not in source.fields:
     raise ConfigError(f"{said} has ids of records, but the data keeps none; name id in document_fields")
-  place, found, hashes = source.fields.index("id"), set(), []
-  for index in range(len(source)):
-    if (name := source.document_fields(index)[place]) in records:
-      found.add(name)
-      hashes.append(int(source.id_hashes(np.array([index]))[0]))
-  return hashes, [name for name in records if name not in found]
+  place = source.fields.index("id")
+  found = {n: name for n in range(len(source)) if (name := source.document_fields(n)[place]) in records}
+  names = {*found.values()}
+  return source.id_hashes(np.array([*found], np.int64)).tolist(), [name for name in records if name not in names]
