@@ -476,15 +476,6 @@ def test_damage_is_named_or_skipped_and_counted(kind, tmp_path):
   assert left_out == {"json": 2, "parquet": 5}.get(kind, left_out) and left_out >= 1
 
 
-@pytest.mark.parametrize("kind", ["text", "grain"])
-def test_files_at_paths_that_are_no_utf8_are_read(tmp_path, kind):
-  keys, moved = WRITERS[kind](tmp_path / "x"), tmp_path / os.fsdecode(b"\xe9")
-  (tmp_path / "x").rename(moved)
-  files = tuple(text.replace(f"{tmp_path}/x", str(moved)) for text in keys["dataset_files"])
-  source = open_source(dataclasses.replace(BASE, dataset_type=kind, dataset_files=files), 0)
-  assert sorted(text.decode() for text in source.texts(np.arange(len(source)))) == sorted(A + B)
-
-
 def test_a_text_of_parquet_that_is_not_utf8_is_named_by_its_row(tmp_path):
   raw = [text.encode() for text in B]
   raw[7] += b"\xff"
