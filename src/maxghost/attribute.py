@@ -286,7 +286,7 @@ def resolve(given: list[Path]) -> tuple[Path, dict[int, Path]]:
     elif (path / "config.yml").is_file():
       found = {0: path}
     elif path.is_dir() and run.name.isdecimal():
-      run, found = run.parents[1], {int(run.name): path}
+      run, found = run.parent.parent, {int(run.name): path}
     else:
       what = "is not a checkpoint (<run>/checkpoints/<step>) or a run"
       raise ConfigError(f"{path} {what if path.exists() else f'does not exist{nearest_beside(path)}'}")

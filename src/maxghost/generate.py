@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
   with shardings.use(layout):
     _show(asked, rows, generator.stream(state, prompts, args.max_new_tokens, seed=args.seed))
   seconds, count = generator.seconds, sum(row.num_tokens for row in rows)
-  rate = f", {len(rows) * seconds.steps / seconds.loop:.1f} tokens/s" if seconds.steps else ""
+  rate = f", {seconds.tokens / seconds.loop:.1f} tokens/s" if seconds.tokens else ""
   times = f"compiled in {seconds.compiling:.1f} s, prompts read in {seconds.prompt:.3f} s{rate}"
   print(f"{count} tokens for {len(rows)} prompt{'s' if len(rows) > 1 else ''}; {times}", file=sys.stderr)
   return 0

@@ -159,7 +159,8 @@ def _keep(args: argparse.Namespace, log: attribution.ScoreLog, answer: attributi
   lines, said = _ids(answer, by, np.arange(count))
   source, bound = Source(log.run_dir), values[count - 1]
   notes, more = source.open(log.said_of("fingerprint")), int((values[count:] == bound).sum())
-  if by != "id" and source.dataset and (unscored := (total := source.dataset.num_train_documents) - len(answer)) > 0:
+  scored = query.ask(log, query.Query(by="document")) if args.where else answer
+  if by != "id" and source.dataset and (unscored := (total := source.dataset.num_train_documents) - len(scored)) > 0:
     notes.append(f"{unscored:,} of {total:,} documents to train on were not scored, and are not kept")
   if more:
     notes.append(f"{more:,} more have the score of the last one kept, {bound:.4g}; the first by id are kept")

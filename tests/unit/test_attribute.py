@@ -336,9 +336,8 @@ def test_scores_that_are_not_finite_leave_nothing_behind(trained, tmp_path, caps
     raise ConfigError("step 5: a score is not finite")
 
   monkeypatch.setattr(offline, "score", score)
-  checkpoint = str(trained("adamw") / "checkpoints" / "5")
-  output = ["--output", str(tmp_path / "asked")]
-  assert attribute.main([checkpoint, "--data", "notes" + files, "--queries", "mine" + files, *output]) == 2
+  asked = ["--data", "notes" + files, "--queries", "mine" + files, "--output", str(tmp_path / "asked")]
+  assert attribute.main([str(trained("adamw") / "checkpoints" / "5"), *asked]) == 2
   assert "a score is not finite" in capsys.readouterr().err
   assert len(written) == 1 and not list(tmp_path.glob("asked*"))
 
@@ -516,14 +515,16 @@ def test_runs_of_pairs_or_with_a_second_model_are_refused_by_key(keys, named, tm
   assert f"{tmp_path} has {named}; attribute scores" in capsys.readouterr().err
 
 
-def test_checkpoints_of_a_run_are_found_in_order(tmp_path):
-  for step in (10, 9, 200):
-    (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
-  (tmp_path / "checkpoints" / "4.unusable").mkdir()
+def test_checkpoints_of_a_run_are_found_in_order(tmp_path, monkeypatch):
+  for step in ("10", "9", "200", "4.unusable"):
+    (tmp_path / "checkpoints" / step).mkdir(parents=True)
   (tmp_path / "config.yml").write_text("")
   run_dir, paths = attribute.resolve([tmp_path])
   assert run_dir == tmp_path and list(paths) == [9, 10, 200]
   assert list(attribute.resolve([tmp_path / "checkpoints" / "9"])[1]) == [9]
+  monkeypatch.setattr(Path, "is_dir", lambda path: str(path) == "/5")  # a folder of the root
+  with pytest.raises(ConfigError, match=r"^/ has no config.yml"):
+    attribute.resolve([Path("/5")])
 
 
 def saved(cfg, folder, *parts):

@@ -189,6 +189,8 @@ def test_values_take_the_type_of_their_key(tmp_path):
   [
     ("steps=abc", "steps='abc' (command line) is not of type int"),
     ("steps=1.5", "steps='1.5' (command line) is not of type int"),
+    ("steps=1__0", "steps='1__0' (command line) is not of type int"),
+    ("steps=1_", "steps='1_' (command line) is not of type int"),
     ("steps='5'", "steps='5' (command line) is not of type int; remove the quotes"),
     ("steps=[1]", "steps=['1'] (command line) is not of type int"),
     ("steps=null", "steps='null' (command line) is not of type int"),

@@ -408,6 +408,13 @@ def test_sets_mixtures_and_exclusion(corpus, tmp_path):
     dataset_of(cfg, dataset_domains=("word",))
 
 
+def test_the_cap_of_a_domain_is_of_the_one_that_records_name(corpus, tmp_path):
+  write(tmp_path / "in.jsonl", [*sums(20), *({**one, "domain": "words"} for one in sums(6))])
+  size, num = len((tmp_path / "in.jsonl").read_bytes()), 26
+  cfg = dataclasses.replace(corpus, dataset_files=(f"sums={tmp_path}/in.jsonl",), dataset_domain_bytes=size // num * 4)
+  assert [(entry.domain, entry.documents) for entry in dataset_of(cfg).summary()] == [("sums", 4), ("words", 3)]
+
+
 def test_worker_processes_make_the_same_batches(corpus):
   one, other = dataset_of(corpus), dataset_of(corpus, grain_worker_count=1)
   for _ in range(3):
@@ -512,6 +519,9 @@ def test_bad_files_are_named_with_their_line(corpus, tmp_path):
   (tmp_path / "y.txt").write_text("x")
   with pytest.raises(ConfigError, match="is plain text, but the objective reads records"):
     dataset_of(corpus, dataset_files=(f"a={tmp_path}/y.txt",))
+  (tmp_path / "none.jsonl").touch()
+  with pytest.raises(ConfigError, match=r"none.jsonl at byte 0, line 1: the domain 'a\\x01' holds control characters"):
+    dataset_of(corpus, dataset_files=(f"a\x01={tmp_path}/none.jsonl",))
   (tmp_path / "bad.jinja").write_text("{% for %}")
   for path, reason in ((tmp_path / "bad.jinja", "line 1"), (tmp_path / "none.jinja", "cannot be read")):
     with pytest.raises(ConfigError, match=reason):

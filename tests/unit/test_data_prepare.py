@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from array_record.python import array_record_module
@@ -335,11 +337,17 @@ def test_names_of_files_that_are_no_utf8_stay_as_they_are(tmp_path):
   raw.mkdir()
   for n in range(9):
     (raw / os.fsdecode(b"caf\xe9%d.txt" % n)).write_text(f"document {n} " * 9)
-  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"words={raw}/*.txt",))
+  raw = raw.rename(tmp_path / os.fsdecode(b"\xe9"))
+  with open(raw / "a.parquet", "wb") as file:
+    pq.write_table(pa.table({"text": ["a row"]}), file)
+  with open(raw / "b.jsonl.zst", "wb") as file, pa.CompressedOutputStream(file, "zstd") as out:
+    out.write(b'{"text": "a line"}')
+  cfg = dataclasses.replace(BASE, dataset_type="text", dataset_files=(f"words={raw}/*",))
   source = open_source(cfg, 0)
-  prepare.prepare(source, cfg, str(tmp_path / "out"))
-  prepared_source = read(tmp_path / "out").source
-  assert [prepared_source.document_id(n) for n in range(9)] == [source.document_id(n) for n in range(9)]
+  prepare.prepare(source, cfg, str(out := tmp_path / os.fsdecode(b"\x80")))
+  prepared_source = read(out).source
+  assert prepared_source.texts(np.arange(11)) == source.texts(np.arange(11)) and b"a row" in source.texts(np.arange(11))
+  assert [prepared_source.document_id(n) for n in range(11)] == [source.document_id(n) for n in range(11)]
 
 
 def test_what_a_corrupt_document_asks_for_is_done(tmp_path):
@@ -377,7 +385,9 @@ def test_another_size_of_the_bpe_is_refused(tmp_path, capsys):
   command += [str(tmp_path / "out"), "--train_bpe"]
   assert data_command.main([*command, "300"]) == 0
   assert data_command.main([*command, "280"]) == 2
-  assert "tokenizer.json has 300 ids already, not --train_bpe 280; give another --output" in capsys.readouterr().err
+  assert data_command.main([*command, "9" * 20]) == 2
+  assert "--train_bpe 99999999999999999999: at most 1000000000" in (error := capsys.readouterr().err)
+  assert "tokenizer.json has 300 ids already, not --train_bpe 280; give another --output" in error
   assert data_command.main([*command, "320"]) == 0
   assert "keeps the 300 ids of" in capsys.readouterr().out
 

@@ -317,6 +317,9 @@ def test_the_next_run_trains_on_the_best_share_alone(run_dir, corpus, tmp_path, 
   assert scores.main([*asked, str(file)]) == 0
   said = capsys.readouterr()
   assert "4 of 12 scored documents, 33.3% of their tokens" in said.out and f"dataset_include_file={file}" in said.out
+  assert scores.main([*asked, str(ids), "--where", "step<1"]) == 0
+  few, unscored = capsys.readouterr(), "7 of 19 documents to train on were not scored"
+  assert "of 12 scored" not in few.out and unscored in said.err and unscored in few.err
   log = attribution.load(run_dir)
   best = ask(log, Query(by="document", top=4, bottom=0))
   names = ("domain", "path", "offset")

@@ -108,13 +108,15 @@ def test_a_model_in_float64_generates():
 def test_a_row_ends_at_its_stop_token_and_the_others_go_on(model, greedy):
   graphdef, state = nnx.split(model)
   stop = int(greedy.row(0)[2])
-  progress = Generator(graphdef, SIZE, stop_ids=[stop]).generate(state, PROMPTS, 9)
+  made = Generator(graphdef, SIZE, stop_ids=[stop])
+  progress = made.generate(state, PROMPTS, 9)
   for i in range(3):
     ids = greedy.row(i)
     end = np.flatnonzero(ids == stop)
     np.testing.assert_array_equal(progress.row(i), ids[: end[0] + 1] if len(end) else ids)
     assert progress.done_B[i] == bool(len(end))
   assert progress.counts_B[0] == 1 + list(greedy.row(0)).index(stop)
+  assert made.seconds.tokens == progress.counts_B.sum() - 3 < 3 * 8  # the first ones are of reading the prompts
 
 
 def test_streamed_pieces_are_the_whole_and_rows_do_not_see_each_other(model):

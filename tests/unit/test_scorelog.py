@@ -557,6 +557,17 @@ def test_names_of_files_that_are_no_utf8_are_exported(tmp_path):
   assert log.to_pandas()["path"].tolist() == ["caf?"] and log["path"].tolist() == [name]
 
 
+def test_ids_that_end_with_nul_keep_their_rows(tmp_path):
+  """An unfinished interval is read again at every restart."""
+  one, position = dict.fromkeys(("tokens", "loss", "dot", "contribution"), np.ones(1)), None
+  for step, name in enumerate(("abc\0", "abc\0", "xyz")):
+    writer = Writer(tmp_path, fields=("id",))
+    writer.restore(position)
+    writer.append({"step": step}, one, [("a", "p", step, name)])
+    position = writer.position()
+  assert attribution.load(tmp_path)["id"].tolist() == ["abc", "abc", "xyz"]
+
+
 def test_an_unfinished_file_may_be_replaced_while_it_is_read(tmp_path):
   """A checkpoint writes the unfinished interval; the file of the whole one replaces it, perhaps during a report."""
   writer = Writer(tmp_path, period=4)

@@ -28,7 +28,7 @@ import yaml
 NULL_TAG = "tag:yaml.org,2002:null"
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # 1e5 is a whole number and a common way to write one; 1.5e3 and 5.0 are not accepted for an int.
-INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}|([-+]?[0-9]+)[eE]\+?([0-9]{1,2})")
+INT = re.compile(r"[-+]?[0-9](?:_?[0-9]){0,40}|([-+]?[0-9]+)[eE]\+?([0-9]{1,2})")
 
 HOST_MEMORY = ("weights", "optimizer", "carries", "val_gradient")  # values of offload_to_host
 MOST = 10**9  # of a whole number, where its key names no smaller bound

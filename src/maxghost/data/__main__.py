@@ -47,7 +47,7 @@ def _run(arguments: list[str]) -> int:
     commands.choices[parsed.command].refuse(wrong[0])
   parsed.config = [*(parsed.config or ()), *more]
   if parsed.command == "prepare":
-    prepare.check(parsed, workers=1, part_bytes=1)
+    prepare.check(parsed, workers=1, part_bytes=1, train_bpe=0)
   return {"prepare": _prepare, "verify": _verify, "show": _show, "duplicates": _duplicates}[parsed.command](parsed)
 
 

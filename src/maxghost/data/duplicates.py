@@ -13,6 +13,7 @@ from maxghost.config.files import with_end, write_text
 from maxghost.config.values import ConfigError, import_package, reading
 from maxghost.data.hashing import content_hashes
 from maxghost.data.sources.base import Source, id_hash
+from maxghost.data.split import scan
 from maxghost.data.types import DocumentId
 
 _SHINGLE_WORDS, _PERMUTATIONS = 8, 128  # the standard error of a similarity is then at most 0.09
@@ -69,8 +70,7 @@ def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) 
 def documents_of(dataset) -> Iterator[tuple[DocumentId, bytes, bool]]:
   """(id, text, held out) of every document that can be read."""
   for part in dataset.parts:
-    for first in range(0, len(part.source), _BATCH):
-      indices = np.arange(first, min(first + _BATCH, len(part.source)))
+    for indices in scan(len(part.source), _BATCH):
       indices = indices[part.source.domain_numbers(indices) >= 0]
       held_out = part.split.held_out(indices).tolist()
       for index, text, out in zip(indices.tolist(), part.read(indices), held_out, strict=True):
@@ -114,9 +114,7 @@ def _hashes_of(records: dict[str, int], source: Source, said: str) -> tuple[list
   """(hashes of the ids of the documents whose record has one of these ids, ids of no record); reads all records."""
   if "id" not in source.fields:
     raise ConfigError(f"{said} has ids of records, but the data keeps none; name id in document_fields")
-  place, found, hashes = source.fields.index("id"), set(), []
-  for index in range(len(source)):
-    if (name := source.document_fields(index)[place]) in records:
-      found.add(name)
-      hashes.append(int(source.id_hashes(np.array([index]))[0]))
-  return hashes, [name for name in records if name not in found]
+  place = source.fields.index("id")
+  found = {n: name for n in range(len(source)) if (name := source.document_fields(n)[place]) in records}
+  names = {*found.values()}
+  return source.id_hashes(np.array([*found], np.int64)).tolist(), [name for name in records if name not in names]

@@ -174,7 +174,7 @@ def _write_part(job: Job, part: int) -> dict:
   names += ["field", "field_length"] if job.source.fields else []  # all as one text, and the length of each
   columns: dict[str, list] = {name: [] for name in names if name != "token_end"}
   paths, counts = {}, dict.fromkeys(("empty", "corrupt"), 0)
-  writer = array_record_module.ArrayRecordWriter(str(scratch), _SHARD_OPTIONS)
+  writer = array_record_module.ArrayRecordWriter(os.fsencode(scratch), _SHARD_OPTIONS)
   dtype, lengths = token_dtype(job.tokenizer.vocab_size), []
   for block in _blocks(_documents(job, part, columns, paths, counts)):
     columns["block_first"].append([len(lengths)])
@@ -202,9 +202,8 @@ def _documents(job: Job, part: int, columns: dict[str, list], paths: dict, count
   """A part's documents that hold text, read a few megabytes at a time. Adds to the columns, paths and counts."""
   source, tokenizer = job.source, job.tokenizer
   step = max(1, _READ_BYTES // max(1, source.num_bytes // len(source)))
-  stop = min((part + 1) * job.part_documents, len(source))
-  for first in range(part * job.part_documents, stop, step):
-    indices = np.arange(first, min(first + step, stop))
+  first, stop = part * job.part_documents, min((part + 1) * job.part_documents, len(source))
+  for indices in scan(stop, step, first):
     read = read_or_skip(source.texts, indices, job.cfg.on_corrupt)
     counts["corrupt"] += sum(text is None for text in read)
     counts["empty"] += sum(text == b"" for text in read)

@@ -42,20 +42,19 @@ class Split:
 
   def pool(self, domain: str, limit: int) -> np.ndarray:
     """int64[n]: the first `limit` held-out documents of a domain, by number."""
-    number, found, total = self._source.domains.index(domain), [], 0
+    number, found = self._source.domains.index(domain), np.empty(0, np.int64)
     for indices in scan(len(self._source)):
       indices = indices[self._source.domain_numbers(indices) == number]
-      indices = indices[self.held_out(indices)]
-      found.append(indices)
-      if (total := total + len(indices)) >= limit:
+      found = np.append(found, indices[self.held_out(indices)])
+      if len(found) >= limit:
         break
-    return np.concatenate(found)[:limit] if found else np.empty(0, np.int64)
+    return found[:limit]
 
 
-def scan(size: int):
-  """0..size-1 in arrays of bounded length."""
-  for first in range(0, size, _SCAN):
-    yield np.arange(first, min(first + _SCAN, size))
+def scan(stop: int, most: int = _SCAN, start: int = 0):
+  """start..stop-1 in arrays of at most `most`."""
+  for first in range(start, stop, most):
+    yield np.arange(first, min(first + most, stop))
 
 
 def find_documents(source: Source, wanted: Iterable[tuple[str, str, int]]) -> dict[DocumentId, int]:

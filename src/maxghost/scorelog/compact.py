@@ -64,7 +64,7 @@ def _is_running(run_dir: Path) -> bool:
 
 
 def _groups(shards: list[Shard], rows_per_file: int) -> list[list[Shard]]:
-  """Two or more neighbouring files of one process, cut where a file would grow too large or where one is missing."""
+  """Two or more neighbouring files of one process, cut where a file is large enough or where one is missing."""
   groups: list[list[Shard]] = []
   for shard in shards:
     if groups and _follows(shard, groups[-1][-1]) and sum(s.num_rows for s in groups[-1]) < rows_per_file:

@@ -1,8 +1,8 @@
 """Which of the seen documents were trained on (ghost_select): `<run>/ghost/selection.jsonl`, one line per step.
 
 {"step": 7, "seen": 31, "chosen": [0, 1, 4]} names three of the step's 31 rows in the score log, by their position. The
-score log holds the ids, scores and losses of all seen documents, and each line's CRC-32. Nothing here reads the lines:
-a row that was not trained on has share 0 in the score log (`ScoreLog.chosen`).
+score log holds the ids, scores and losses of all seen documents, and each line's CRC-32. No reader of scores needs the
+lines: a row that was not trained on has share 0 in the score log (`ScoreLog.chosen`).
 """
 
 import contextlib

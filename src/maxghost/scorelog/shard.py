@@ -54,10 +54,9 @@ def write_shard(path: Path, meta: dict, tables: Mapping[str, Iterable[str]], ste
       archive.comment = b"\0" * _SEAL_BYTES
       for name, array in members.items():
         info = zipfile.ZipInfo(f"{name}.npy")
-        info.compress_type = zipfile.ZIP_DEFLATED
-        buffer = io.BytesIO()
-        np.lib.format.write_array(buffer, np.asarray(array, order="C"), allow_pickle=False)
-        archive.writestr(info, buffer.getvalue())
+        info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, array.nbytes
+        with archive.open(info, "w") as member:
+          np.lib.format.write_array(member, np.asarray(array, order="C"), allow_pickle=False)
       with archive.open(zipfile.ZipInfo("rows.npy"), "w", force_zip64=True) as member:
         dtype = fmt.row_dtype(len(meta["val_sets"]), meta.get("fields", ()), meta.get("parts", ()))
         header = np.lib.format.header_data_from_array_1_0(np.zeros(0, dtype)) | {"shape": (num_rows,)}

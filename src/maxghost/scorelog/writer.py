@@ -83,7 +83,7 @@ class Interval:
         raise ValueError(f"document {documents[i]!r}: expected domain, path, offset and {list(self.tables)[2:]}")
       array["offset"][i] = offset
       for (name, table), text in zip(self.tables.items(), (domain, path, *fields), strict=True):
-        array[name][i] = table.setdefault(str(text), len(table))
+        array[name][i] = table.setdefault(str(text).rstrip("\0"), len(table))  # as NumPy gives it back
     return array
 
   def _modules(self, step: int, modules: Mapping) -> fmt.Modules:

@@ -40,12 +40,12 @@ class Progress:
 
 @dataclasses.dataclass(slots=True)
 class Seconds:
-  """Where the time of the last call went. steps: tokens that the loop added to each row."""
+  """Where the time of the last call went. tokens: those that the loop added, of all rows."""
 
   compiling: float = 0.0
   prompt: float = 0.0
   loop: float = 0.0
-  steps: int = 0
+  tokens: int = 0
 
 
 class Generator:
@@ -92,7 +92,7 @@ class Generator:
       begin = time.perf_counter()
       progress = _progress(loop := advance(state, loop, until))
       self.seconds.loop += time.perf_counter() - begin
-      self.seconds.steps += int(progress.counts_B.max()) - count
+      self.seconds.tokens = int(progress.counts_B.sum()) - len(prompts)
       count = int(until)
       yield progress
 

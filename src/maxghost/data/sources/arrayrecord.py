@@ -6,6 +6,7 @@ file that is not empty decides, and a note says it.
 
 import functools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def open_reader(path: str):
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
   # Nothing is read ahead, since records are read in random order.
-  reader = array_record_module.ArrayRecordReader(path, options="readahead_buffer_size:0")
+  reader = array_record_module.ArrayRecordReader(os.fsencode(path), options="readahead_buffer_size:0")
   if not reader.ok():
     reason = "it cannot be opened"
     try:

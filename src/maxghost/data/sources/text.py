@@ -64,24 +64,26 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     if whole and unpacked > _MEMORY_LIMIT:
       said = f"dataset_files hold more than {_MEMORY_LIMIT >> 20} MiB of compressed text, which is read from memory"
       raise ConfigError(f"{said}; unpack the files, or tokenize them once with: python -m maxghost.data prepare")
-    if cap and len(size):
-      ends = used.get(file.domain, 0) + np.cumsum(size)
-      if file.domain not in used and ends[0] > cap:
-        raise base.too_low_cap(cap, file.domain, int(ends[0]))
-      used[file.domain] = int(ends[-1])
-      offset, size = (x[: np.searchsorted(ends, cap, side="right")] for x in (offset, size))
     read, place = functools.partial(read, opened, file.path, of), functools.partial(_place, opened, file.path, kind)
     for domain, here in _by_domain(file.domain, read if own else None, offset, size).items():
       if not domain.isprintable():
-        raise ConfigError(f"{place(int(offset[here[0]]))}: the domain {domain!r} holds control characters")
+        raise ConfigError(f"{place(int(offset[here[:1]].sum()))}: the domain {domain!r} holds control characters")
       known.append(domain)
-      if not own or not cfg.dataset_domains or domain in cfg.dataset_domains:
-        shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, place, kind == TXT))
-        offsets.append(offset[here])
-        sizes.append(size[here])
+      if own and cfg.dataset_domains and domain not in cfg.dataset_domains:
+        continue
+      if cap and len(here):
+        ends = used.get(domain, 0) + np.cumsum(size[here])
+        if domain not in used and ends[0] > cap:
+          raise base.too_low_cap(cap, domain, int(ends[0]))
+        used[domain] = int(ends[-1])
+        here = here[: np.searchsorted(ends, cap, side="right")]
+      shards.append(Shard(domain, file.name, file.fingerprint, len(here), read, place, kind == TXT))
+      offsets.append(offset[here])
+      sizes.append(size[here])
   base.check_known("dataset_domains", cfg.dataset_domains if own else (), known, "the data")
   source = RecordSource(shards, cfg, notes, (np.concatenate(offsets), np.concatenate(sizes)))
-  parts = (*cfg.train_data_columns, str(cap), *itertools.chain(*sorted(source.files.items())))
+  of_cap = f"{cap} by record" if cap and own else str(cap)  # once it was of the files' domains, which gave other rows
+  parts = (*cfg.train_data_columns, of_cap, *itertools.chain(*sorted(source.files.items())))
   source.fingerprint = f"{text_hash(*parts):016x}"
   return source
 
@@ -134,7 +136,7 @@ def _open(path: str) -> _File | bytes:
     if pyarrow is None:
       with gzip.open(path, "rb") as file:
         return file.read()
-    with pyarrow.OSFile(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
+    with pyarrow.OSFile(os.fsencode(path)) as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
       return stream.read()
   except (OSError, EOFError, ValueError, zlib.error) as error:
     raise base.CorruptError(f"{path} cannot be read: {error}") from error
@@ -185,10 +187,8 @@ def _read_text(opened: Opened, path: str, kind: str, offsets: list, sizes: list,
 def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
   file = opened.get(path)  # this reference keeps it open
   raw = file[offset : offset + size] if isinstance(file, bytes) else b""
-  while len(raw) < size and not isinstance(file, bytes):  # one call gives at most 2 GiB
-    if not (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
-      break
-    raw += more
+  while isinstance(file, _File) and (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
+    raw += more  # one call gives at most 2 GiB
   if len(raw) < size:
     raise base.CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
   return raw
@@ -198,9 +198,9 @@ class _Parquet:
   """A Parquet file, read by row groups. Keeps the `num_groups` read last, so read neighbouring rows together."""
 
   def __init__(self, num_groups: int, path: str):
-    parquet = import_package("pyarrow.parquet", path)
+    pyarrow, parquet = (import_package(name, path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
-      self.file = parquet.ParquetFile(path)
+      self.file = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(path)))  # a text would have to be UTF-8
       self.names = tuple(self.file.schema_arrow.names)
     except Exception as error:  # pyarrow raises OSError, ArrowInvalid and more
       raise base.CorruptError(f"{path} is no readable Parquet file: {error}") from error
