@@ -4,6 +4,7 @@ n examples, T positions.
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -273,12 +274,22 @@ class Scaled:
     return jax.tree.map(lambda x: self(model, {"x": x}), batch["x"])
 
 
+class OfClass(Scaled):
+  """Its scale is an attribute of its class."""
+
+  def __init__(self):
+    pass
+
+
+MODULE = types.ModuleType("settings")
 READ = {
   "partial": lambda scale: functools.partial(lambda scale, *args: Scaled(scale)(*args), scale),
   "object": Scaled,
   "method": lambda scale: Scaled(scale).by_method,
   "function": lambda scale: lambda *args, loss=lambda *args: Scaled(scale)(*args): loss(*args),
   "global": lambda scale: KEPT.update(scale=scale) or scaled_by_global,
+  "module": lambda scale: vars(MODULE).update(scale=scale) or (lambda *args: Scaled(MODULE.scale)(*args)),
+  "class": lambda scale: setattr(OfClass, "scale", scale) or (lambda *args: OfClass()(*args)),
 }
 
 
