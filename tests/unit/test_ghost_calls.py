@@ -222,14 +222,19 @@ class Weighted(nnx.Module):
 
 
 def test_a_rule_with_a_wrong_score_is_refused(monkeypatch):
+  """Also in place of a right one, with which the engine has a program."""
+
   class Twice(ghost.Rule):
     def score(self, call, name, direction):
       return 2 * super().score(call, name, direction)
 
+  x, engine = np.random.default_rng(3).normal(size=(5, WIDTH)).astype(np.float32), ghost.GhostEngine()
+  run = functools.partial(engine.score, Weighted(), x, x[:4], loss_fn=lambda model, x: jnp.square(model(x) - 1).sum(-1))
+  monkeypatch.setitem(rules.RULES, Weighted, ghost.Rule())
+  run()
   monkeypatch.setitem(rules.RULES, Weighted, Twice())
-  x = np.random.default_rng(3).normal(size=(5, WIDTH)).astype(np.float32)
   with pytest.raises(ValueError, match=r"^weight: scores do not add up"):
-    ghost.GhostEngine().score(Weighted(), x, x[:4], loss_fn=lambda model, x: jnp.square(model(x) - 1).sum(-1))
+    run()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
-from maxghost.ghost import ledger, schedules
+from maxghost.ghost import ledger, rules, schedules
 from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.forward_mode import refuse_custom_vjp
@@ -144,7 +144,7 @@ class GhostEngine:
       raise ValueError(f"{said} in Params of their own, integers in an nnx.Variable")
     identity, held = _identity(loss_fn)
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
-    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
+    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many, *rules.RULES.values())
     try:
       hash(key)
     except TypeError as error:
