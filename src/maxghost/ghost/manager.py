@@ -55,7 +55,7 @@ class GhostEngineManager:
     # Of JAX, an array holds arrays; a column of pandas is indexed by labels of its own.
     in_order = np.atleast_1d(ids) if hasattr(ids, "__array__") or np.isscalar(ids) else ids
     if isinstance(ids, (set, frozenset, dict)):
-      raise ValueError(f"ids is a {type(ids).__name__}, which has no order of rows: give a list with one id per example")
+      raise ValueError(f"ids is a {type(ids).__name__}, which has no order: give a list with one id per example")
     ids = [None] * count if ids is None else [*in_order]
     if len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
