@@ -266,6 +266,10 @@ def scaled_by_global(model, batch):
   return KEPT["scale"][0] * jnp.square(model(batch["x"])).sum(-1)
 
 
+def scaled_by_none(model, batch):
+  return jnp.square(model(batch["x"])).sum(-1)
+
+
 class Scaled:
   """A loss as an object, and by a method that calls another one inside of a function."""
 
@@ -309,6 +313,20 @@ def test_what_a_loss_function_reads_by_others_may_change_in_place(regression, ho
     found.append(score(engine, model, train, val, loss_fn=loss_fn).dot)
   assert len(engine._compiled) == 2
   assert oracles.relative_error(found[2], 9 * found[0]) < 1e-5
+
+
+class Wide(Mlp):
+  def __call__(self, x):
+    return KEPT["scale"][0] * super().__call__(x)
+
+
+def test_what_a_model_reads_may_change(regression, monkeypatch):
+  engine, found = ghost.GhostEngine(engine="jvp"), []
+  for scale in (1.0, 1.0, 3.0):
+    monkeypatch.setitem(KEPT, "scale", [scale])
+    found.append(score(engine, randomized(Wide), *regression[1:], loss_fn=scaled_by_none).dot)
+  assert len(engine._compiled) == 2
+  assert oracles.relative_error(found[2], 81 * found[0]) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])

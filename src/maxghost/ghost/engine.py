@@ -142,7 +142,7 @@ class GhostEngine:
     if wrong := [label for label, x in by_label(params).items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
       said = f"{', '.join(wrong)}: complex and integer Params have no scores. Keep real and imaginary parts"
       raise ValueError(f"{said} in Params of their own, integers in an nnx.Variable")
-    identity, held = _identity(loss_fn)
+    identity, held = _identity(loss_fn, *{type(node): None for _, node in nnx.iter_graph(model)})
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many, *rules.RULES.values())
     try:
@@ -292,9 +292,10 @@ def check_batches(train_batch, val_batches: tuple = (), schedule: str = "two_pas
       raise ValueError("schedule=concat needs batches of equal arrays, dtypes and rows' shapes: use schedule=two_pass")
 
 
-def _identity(function: Callable):
-  """(key that identifies a loss function by all that it reads, objects to keep alive while the key is used)."""
-  held, names, size = {id(function): function}, {"__call__"}, None
+def _identity(*roots: Callable):
+  """(key that identifies a loss function and the classes of a model by all that they read, objects to keep alive while
+  the key is used)."""
+  held, names, size = {id(root): root for root in roots}, {"__call__"}, None
   while size != (size := (len(held), len(names))):
     for x in [*held.values()]:
       held |= {id(part): part for part in _read(x, names)}
