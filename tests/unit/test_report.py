@@ -506,6 +506,8 @@ def test_numbers_as_people_read_them():
   ]
   assert number(2, plus=True) == "+2.00" and integer(12345) == "12\u202f345"
   assert [compact(v) for v in (950, 953_000, 1_234_567)] == ["950", "953\u202fk", "1.23\u202fM"]
+  assert [compact(v) for v in (99_960, 999_960, 999_960_000)] == ["100\u202fk", "1.00\u202fM", "1.00\u202fG"]
+  assert [number(v) for v in (9.996, 0.09996)] == ["10.0", "0.100"] and number(0.996, 2) == "1.0"
   assert percent(0.5) == "50\u202f%" and percent(None) == "–"
   assert printable("a\x07b\n\u202e") == "a\ufffdb\n\ufffd"
 
