@@ -4,6 +4,7 @@ n examples, T positions.
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -221,14 +222,19 @@ class Weighted(nnx.Module):
 
 
 def test_a_rule_with_a_wrong_score_is_refused(monkeypatch):
+  """Also in place of a right one, with which the engine has a program."""
+
   class Twice(ghost.Rule):
     def score(self, call, name, direction):
       return 2 * super().score(call, name, direction)
 
+  x, engine = np.random.default_rng(3).normal(size=(5, WIDTH)).astype(np.float32), ghost.GhostEngine()
+  run = functools.partial(engine.score, Weighted(), x, x[:4], loss_fn=lambda model, x: jnp.square(model(x) - 1).sum(-1))
+  monkeypatch.setitem(rules.RULES, Weighted, ghost.Rule())
+  run()
   monkeypatch.setitem(rules.RULES, Weighted, Twice())
-  x = np.random.default_rng(3).normal(size=(5, WIDTH)).astype(np.float32)
   with pytest.raises(ValueError, match=r"^weight: scores do not add up"):
-    ghost.GhostEngine().score(Weighted(), x, x[:4], loss_fn=lambda model, x: jnp.square(model(x) - 1).sum(-1))
+    run()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -260,6 +266,10 @@ def scaled_by_global(model, batch):
   return KEPT["scale"][0] * jnp.square(model(batch["x"])).sum(-1)
 
 
+def scaled_by_none(model, batch):
+  return jnp.square(model(batch["x"])).sum(-1)
+
+
 class Scaled:
   """A loss as an object, and by a method that calls another one inside of a function."""
 
@@ -273,12 +283,22 @@ class Scaled:
     return jax.tree.map(lambda x: self(model, {"x": x}), batch["x"])
 
 
+class OfClass(Scaled):
+  """Its scale is an attribute of its class."""
+
+  def __init__(self):
+    pass
+
+
+MODULE = types.ModuleType("settings")
 READ = {
   "partial": lambda scale: functools.partial(lambda scale, *args: Scaled(scale)(*args), scale),
   "object": Scaled,
   "method": lambda scale: Scaled(scale).by_method,
   "function": lambda scale: lambda *args, loss=lambda *args: Scaled(scale)(*args): loss(*args),
   "global": lambda scale: KEPT.update(scale=scale) or scaled_by_global,
+  "module": lambda scale: vars(MODULE).update(scale=scale) or (lambda *args: Scaled(MODULE.scale)(*args)),
+  "class": lambda scale: setattr(OfClass, "scale", scale) or (lambda *args: OfClass()(*args)),
 }
 
 
@@ -293,6 +313,20 @@ def test_what_a_loss_function_reads_by_others_may_change_in_place(regression, ho
     found.append(score(engine, model, train, val, loss_fn=loss_fn).dot)
   assert len(engine._compiled) == 2
   assert oracles.relative_error(found[2], 9 * found[0]) < 1e-5
+
+
+class Wide(Mlp):
+  def __call__(self, x):
+    return KEPT["scale"][0] * super().__call__(x)
+
+
+def test_what_a_model_reads_may_change(regression, monkeypatch):
+  engine, found = ghost.GhostEngine(engine="jvp"), []
+  for scale in (1.0, 1.0, 3.0):
+    monkeypatch.setitem(KEPT, "scale", [scale])
+    found.append(score(engine, randomized(Wide), *regression[1:], loss_fn=scaled_by_none).dot)
+  assert len(engine._compiled) == 2
+  assert oracles.relative_error(found[2], 81 * found[0]) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ["graddotprod", "jvp", "perexample"])

@@ -142,7 +142,10 @@ def test_ids_settings_and_batch_sizes_are_checked(engine, tmp_path):
   for one in (7, "seven", np.array(7)):
     with pytest.raises(ValueError, match="1 ids for 6 examples: give one id per example"):
       manager.attach_train_batch(BATCHES[0], ids=one)
-  for ids, found in (([("a", 1)] * N, r"ids: \('a', 1\) is no \(domain, path, offset\)"), ([0] * 5, "5 ids for 6")):
+  no_place = r"ids: \('a', .*\) is no \(domain, path, offset\)"
+  places = [("a", 1), ("a", "b", "c"), ("a", "b", None), ("a", "b", 2**63)]
+  wrong = ([0] * 5, "5 ids for 6"), ({*range(N)}, "ids is a set, which has no order")
+  for ids, found in (*(([place] * N, no_place) for place in places), *wrong):
     with pytest.raises(ValueError, match=found):
       manager.attach_train_batch(BATCHES[0], ids=ids)
   with pytest.raises(ValueError, match=r"train_batch must hold arrays of numbers .*; it holds int"):
@@ -157,6 +160,9 @@ def test_ids_settings_and_batch_sizes_are_checked(engine, tmp_path):
     for step, batch in enumerate((BATCHES[0], make_batch(3, 9))):
       manager.attach_train_batch(batch)
       manager.prepare_gradients()
+      for other in (-1, 1.5, "1"):
+        with pytest.raises(ValueError, match=f"step={other!r}: give the number of the step, 0 or more"):
+          manager.aggregate_and_log(other)
       manager.aggregate_and_log(step)
   manager.save_metrics(1)
   assert scorelog.load(tmp_path / "scores")["offset"].tolist() == [*range(N), 0, 1, 2]

@@ -496,16 +496,11 @@ def test_thin_keeps_the_mean():
 
 
 def test_numbers_as_people_read_them():
-  assert [number(v) for v in (0.0245, -1234.5, 5e-9, math.nan, None, 0.0)] == [
-    "0.0245",
-    "−1\u202f234",
-    "5.00e−9",
-    "–",
-    "–",
-    "0",
-  ]
+  found = [number(v) for v in (0.0245, -1234.5, 5e-9, 0.09996, math.nan, None, 0.0)]
+  assert found == ["0.0245", "−1\u202f234", "5.00e−9", "0.100", "–", "–", "0"]
   assert number(2, plus=True) == "+2.00" and integer(12345) == "12\u202f345"
-  assert [compact(v) for v in (950, 953_000, 1_234_567)] == ["950", "953\u202fk", "1.23\u202fM"]
+  found = [compact(v) for v in (950, 953_000, 1_234_567, 99_960, 999_960)]
+  assert found == ["950", "953\u202fk", "1.23\u202fM", "100\u202fk", "1.00\u202fM"]
   assert percent(0.5) == "50\u202f%" and percent(None) == "–"
   assert printable("a\x07b\n\u202e") == "a\ufffdb\n\ufffd"
 

@@ -45,7 +45,7 @@ def attach(model: Any, cfg: AdapterConfig, seed: int = 0) -> Any:
   """
   if not cfg.lora_rank:
     raise ConfigError("lora_rank=0 means no adapters; give their rank, such as lora_rank=8")
-  layers, found = _places(model), []
+  layers, found = places(model), []
   wanted = re.compile(cfg.lora_module_path) if cfg.lora_module_path else None
   for label, (module, name, by_default) in layers.items():
     if by_default if wanted is None else wanted.fullmatch(label):
@@ -80,7 +80,7 @@ def disabled(model: Any) -> Any:
   return plain
 
 
-def _places(model: Any) -> dict[str, tuple[Any, str, bool]]:
+def places(model: Any) -> dict[str, tuple[Any, str, bool]]:
   """{path: (module, matrix of experts or '', whether an empty pattern means it)} of what can have an adapter."""
   found = {}
   for label, node, is_router in quantized.modules(model):

@@ -12,12 +12,12 @@ def number(value: float | None, digits: int = 3, plus: bool = False) -> str:
     return "–"
   if value == 0:
     return "0"
-  magnitude = math.floor(math.log10(abs(value)))
-  if -5 <= magnitude < 7:
+  mantissa, exponent = f"{abs(value):.{digits - 1}e}".split("e")
+  magnitude = int(exponent)  # of the rounded value
+  if 1e-5 <= abs(value) < 1e7:
     text = f"{abs(value):,.{max(0, digits - 1 - magnitude)}f}".replace(",", THIN)
   else:
-    mantissa, exponent = f"{abs(value):.{digits - 1}e}".split("e")
-    text = f"{mantissa}e{int(exponent)}".replace("-", MINUS)
+    text = f"{mantissa}e{magnitude}".replace("-", MINUS)
   return (MINUS if value < 0 else "+" if plus else "") + text
 
 
@@ -31,9 +31,9 @@ def counted(value: int, noun: str) -> str:
 
 def compact(value: float) -> str:
   """1234567 -> 1.23 M."""
-  for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+  for limit, size, unit in ((999.5e9, 1e12, "T"), (999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (1e4, 1e3, "k")):
     if abs(value) >= limit:
-      return f"{number(value / (1e3 if unit == 'k' else limit), 3)}{THIN}{unit}"
+      return f"{number(value / size, 3)}{THIN}{unit}"
   return integer(round(value))
 
 

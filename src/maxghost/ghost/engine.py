@@ -7,8 +7,8 @@ import dataclasses
 import dis
 import functools
 import gc
-import inspect
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from maxghost.config import Config, plugins
 from maxghost.config.values import did_you_mean
-from maxghost.ghost import ledger, schedules
+from maxghost.ghost import ledger, rules, schedules
 from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.forward_mode import refuse_custom_vjp
@@ -30,7 +30,8 @@ from maxghost.objectives.base import refuse_loss
 from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
-_BOUND = (types.MethodType, types.CellType, functools.partial)
+_BOUND = (types.MethodType, types.CellType, functools.partial, property, staticmethod, classmethod)
+_LIBRARIES = ("flax", "jax", "maxghost", "numpy", "optax", *sys.stdlib_module_names)
 
 
 @contextlib.contextmanager
@@ -141,9 +142,9 @@ class GhostEngine:
     if wrong := [label for label, x in by_label(params).items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
       said = f"{', '.join(wrong)}: complex and integer Params have no scores. Keep real and imaginary parts"
       raise ValueError(f"{said} in Params of their own, integers in an nnx.Variable")
-    identity, held = _identity(loss_fn)
+    identity, held = _identity(loss_fn, *{type(node): None for _, node in nnx.iter_graph(model)})
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
-    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many)
+    key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many, *rules.RULES.values())
     try:
       hash(key)
     except TypeError as error:
@@ -291,9 +292,10 @@ def check_batches(train_batch, val_batches: tuple = (), schedule: str = "two_pas
       raise ValueError("schedule=concat needs batches of equal arrays, dtypes and rows' shapes: use schedule=two_pass")
 
 
-def _identity(function: Callable):
-  """(key that identifies a loss function by all that it reads, objects to keep alive while the key is used)."""
-  held, names, size = {id(function): function}, {"__call__"}, None
+def _identity(*roots: Callable):
+  """(key that identifies a loss function and the classes of a model by all that they read, objects to keep alive while
+  the key is used)."""
+  held, names, size = {id(root): root for root in roots}, {"__call__"}, None
   while size != (size := (len(held), len(names))):
     for x in [*held.values()]:
       held |= {id(part): part for part in _read(x, names)}
@@ -310,23 +312,30 @@ def _identity(function: Callable):
 def _read(x, names: set) -> list:
   """What a program of a loss function holds of one of its objects. names: of attributes that code reads; it adds its
   own."""
-  if isinstance(x, (Objective, type, types.ModuleType, jax.Array, np.ndarray)):
+  if isinstance(x, (Objective, jax.Array, np.ndarray)) or _of_library(x):
     return []
   if isinstance(x, types.CodeType):
     names.update(x.co_names)
     return [part for part in x.co_consts if isinstance(part, types.CodeType)]
   if isinstance(x, types.FunctionType):
-    if str(x.__module__).partition(".")[0] in ("flax", "jax", "maxghost", "numpy", "optax"):
-      return []
     read = (x.__globals__[name] for name in _globals(x.__code__) if name in x.__globals__)
     return [x.__code__, x.__closure__, x.__defaults__, x.__kwdefaults__, *read]
   if isinstance(x, _BOUND):
     return gc.get_referents(x)
   if not jax.tree_util.all_leaves([x]):  # such as a list, or a model, that changes in place
     return jax.tree.leaves(x)
-  own, of_class = getattr(x, "__dict__", {}), (inspect.getattr_static(type(x), name, None) for name in sorted(names))
-  methods = [f for found in of_class if isinstance(f := getattr(found, "fget", found), types.FunctionType)]
-  return [own[name] for name in sorted(names) if name in own] + methods
+  holders = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
+  own = [dict(vars(one)) for one in holders if hasattr(one, "__dict__") and not _of_library(one)]
+  held = collections.ChainMap(*own)
+  return [held[name] for name in sorted(names & held.keys())]
+
+
+def _of_library(x) -> bool:
+  """Whether a function, a class or a module is not of the user's own files, and so stays as it is."""
+  if not isinstance(x, (types.FunctionType, type, types.ModuleType)):
+    return False
+  top = str(x.__name__ if isinstance(x, types.ModuleType) else x.__module__).partition(".")[0]
+  return top in _LIBRARIES or "-packages" in (getattr(sys.modules.get(top), "__file__", None) or "")
 
 
 @functools.cache

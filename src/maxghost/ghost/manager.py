@@ -52,9 +52,11 @@ class GhostEngineManager:
     _need(self._attached, "attach_train_batch", "reattach_after_evaluation() comes first")
     check_batches(batch)
     count = jax.tree.leaves(batch)[0].shape[0]
-    # Of JAX, an array holds arrays; a column of pandas is indexed by labels of its own. Sets cannot be cut.
+    # Of JAX, an array holds arrays; a column of pandas is indexed by labels of its own.
     in_order = np.atleast_1d(ids) if hasattr(ids, "__array__") or np.isscalar(ids) else ids
-    ids = [None] * count if ids is None else [*in_order[:]]
+    if isinstance(ids, (set, frozenset, dict)):
+      raise ValueError(f"ids is a {type(ids).__name__}, which has no order: give a list with one id per example")
+    ids = [None] * count if ids is None else [*in_order]
     if len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
     self._batch, self._ids = batch, [_document(own) for own in ids]
@@ -80,6 +82,8 @@ class GhostEngineManager:
     learning_rate: of the step, for contributions in nats; 1.0 gives nats per unit of learning rate.
     """
     result = self.result
+    if np.ndim(step) or not hasattr(step, "__index__") or step < 0:
+      raise ValueError(f"step={step!r}: give the number of the step, 0 or more")
     if np.ndim(learning_rate) or not hasattr(learning_rate, "__float__"):
       raise ValueError(f"learning_rate={learning_rate!r}: give one number, that of the step")
     if not self._started:
@@ -141,9 +145,11 @@ def _need(found, method: str, fix: str) -> Any:
 def _document(own) -> tuple[str, str, int] | None:
   """An id of the user as one of the log; None: its index in its step."""
   if isinstance(own, (list, tuple, np.ndarray)):
-    if len(own) != 3:
-      raise ValueError(f"ids: {own!r} is no (domain, path, offset)")
-    return str(own[0]), str(own[1]), int(own[2])
+    try:
+      domain, path, offset = own
+      return str(domain), str(path), int(np.int64(int(offset)))
+    except (TypeError, ValueError, OverflowError):
+      raise ValueError(f"ids: {own!r} is no (domain, path, offset)") from None
   if isinstance(own, (int, np.integer)) and -(2**63) <= own < 2**63:  # the log's
     return "train", "ids", int(own)
   return None if own is None else ("train", str(own), 0)

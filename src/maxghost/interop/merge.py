@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from maxghost.checkpoint.layouts import Checkpoint, read_checkpoint
 from maxghost.checkpoint.layouts_layers import LayerReader, Ref
 from maxghost.checkpoint.layouts_store import LayoutError, StoredArray, full_path
 from maxghost.config import ConfigError, ModelConfig
-from maxghost.config.schema import AdapterConfig
 from maxghost.config.values import naming
 from maxghost.interop import model_path, peft
 from maxghost.interop.huggingface import open_tree
@@ -91,22 +89,18 @@ def _changed(ref: Ref, change: Callable[[np.ndarray], np.ndarray]) -> Ref:
 
 def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
   """{path without layer: what lora_weight_qtype makes of such a matrix}: the model that was trained. Imports JAX."""
-  from flax import nnx
-
-  from maxghost import adapters, models
-  from maxghost.adapters.quantized import dequantize, quantize
-
-  def labelled(change: Callable) -> dict[str, Any]:
-    made = nnx.eval_shape(lambda: change(models.create(model, rngs=nnx.Rngs(0))))
-    flat = {"/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(made))}
-    return {re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label): v for label, v in flat.items()}
+  from maxghost import models
+  from maxghost.adapters.attach import places
+  from maxghost.adapters.quantized import dequantize, matrix_axes, quantize
 
   def restored(in_axes: int, out_axes: int, w: np.ndarray) -> np.ndarray:
     depth, wide = w.ndim - in_axes - out_axes, w.astype(np.promote_types(w.dtype, np.float32))
     whole = dequantize(quantize(wide, qtype, depth, in_axes), qtype, wide.dtype, depth)
     return np.asarray(whole).reshape(w.shape).astype(w.dtype)
 
-  keys = AdapterConfig(lora_rank=1, lora_weight_qtype=qtype)
-  plain, narrow = labelled(lambda made: made), labelled(lambda made: adapters.attach(made, keys))
-  matrices = {label: v.get_metadata()["matrix"] for label, v in plain.items() if label not in narrow}
-  return {label: functools.partial(restored, *matrix) for label, matrix in matrices.items()}
+  found = {}
+  for label, (module, name, by_default) in places(models.create_abstract(model)).items():
+    if by_default or name:
+      path = re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label if name else f"{label}/kernel")
+      found[path] = functools.partial(restored, *matrix_axes(module))
+  return found

@@ -43,10 +43,6 @@ class Rounded:
   outputs: tuple[str, ...] = ()
 
   @property
-  def back(self) -> "Rounded":
-    return dataclasses.replace(self, cotangent=True)
-
-  @property
   def divided(self) -> tuple[str, ...]:
     """The mesh axes that divide the sums of a product."""
     return self.outputs if self.cotangent else self.inputs
@@ -55,7 +51,26 @@ class Rounded:
     """(codes, scales in float32 or wider with length 1 along `axes`, which the mesh axes `divided` divide); x is about
     codes * scales."""
     dtype, bound = _FORMS["int8" if self.kind == "int8" else "e5m2" if cotangent else "e4m3"]
-    return _codes(x, axes, dtype, bound, cotangent and self.stochastic, divided)
+    wide, stochastic = jnp.promote_types(x.dtype, jnp.float32), cotangent and self.stochastic
+
+    @jax.custom_jvp
+    def run(x):
+      largest = jnp.abs(x).max(axes, keepdims=True)
+      least = jnp.finfo(wide).tiny * (2.0**32 if stochastic else 1)  # XLA makes x / scale / step x / (scale * step)
+      scale = jnp.maximum((lax.pmax(largest, divided) if divided else largest) / bound, least)
+      share = x / scale
+      if stochastic:
+        share = _drawn(share, axes, dtype, bound, divided)
+      elif dtype == jnp.int8:
+        share = jnp.round(share)
+      return jnp.clip(share, -bound, bound).astype(dtype), scale
+
+    @run.defjvp
+    def _tangent(primals, tangents):
+      has = "quantised products have no derivative beside the straight-through gradient"
+      raise ValueError(f"{has}; use quantization=''")
+
+    return run(x.astype(wide))
 
   def rounded(self, x, axes: tuple[int, ...], cotangent: bool = False, divided: tuple[str, ...] = ()):
     """codes * scales, in x's dtype."""
@@ -79,28 +94,6 @@ class Rounded:
       use = "use num_vocab_tiling with vocab_tiling_axis=vocab, or quantization=fp8"
       raise ValueError(f"a sum of {length} int8 products may exceed int32, which holds {INT8_TERMS}; {use}")
     return jnp.int32 if self.kind == "int8" else wide
-
-
-def _codes(x, axes, dtype, bound: float, stochastic: bool, divided: tuple[str, ...]):
-  wide = jnp.promote_types(x.dtype, jnp.float32)
-
-  @jax.custom_jvp
-  def run(x):
-    largest = jnp.abs(x).max(axes, keepdims=True)
-    least = jnp.finfo(wide).tiny * (2.0**32 if stochastic else 1)  # XLA makes x / scale / step x / (scale * step)
-    scale = jnp.maximum((lax.pmax(largest, divided) if divided else largest) / bound, least)
-    share = x / scale
-    if stochastic:
-      share = _drawn(share, axes, dtype, bound, divided)
-    elif dtype == jnp.int8:
-      share = jnp.round(share)
-    return jnp.clip(share, -bound, bound).astype(dtype), scale
-
-  @run.defjvp
-  def _tangent(primals, tangents):
-    raise ValueError("quantised products have no derivative beside the straight-through gradient; use quantization=''")
-
-  return run(x.astype(wide))
 
 
 def _drawn(share, axes, dtype, bound: float, divided):
@@ -135,7 +128,7 @@ def _mixed(x):
 
 def back(precision):
   """The precision of products whose first operand is a cotangent."""
-  return precision.back if isinstance(precision, Rounded) else precision
+  return dataclasses.replace(precision, cotangent=True) if isinstance(precision, Rounded) else precision
 
 
 def plain(precision):

@@ -8,6 +8,7 @@ divide into micro-batches of the training rows' size, every batch passes through
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -47,15 +48,12 @@ class Passage(NamedTuple):
 
   def part(self, tree) -> list:
     """The inverse of `join`."""
-    found, start = [], 0
-    for pipe in self.pipes:
 
-      def own(x, start=start, stop=start + pipe.num_micro):
-        return x.reshape(-1, self.whole.num_micro, *x.shape[1:])[:, start:stop].reshape(-1, *x.shape[1:])
+    def own(x, start: int, stop: int):
+      return x.reshape(-1, self.whole.num_micro, *x.shape[1:])[:, start:stop].reshape(-1, *x.shape[1:])
 
-      found.append(jax.tree.map(own, tree))
-      start += pipe.num_micro
-    return found
+    ends = itertools.accumulate((pipe.num_micro for pipe in self.pipes), initial=0)
+    return [jax.tree.map(lambda x, at=at: own(x, *at), tree) for at in itertools.pairwise(ends)]
 
 
 def passages(num_layers: int, num_rows: Sequence[int]) -> list[Passage]:
