@@ -25,7 +25,7 @@ from maxghost.interop.load_tree import load_tree
 from maxghost.optimizers import by_label
 from maxghost.parallel import collectives
 from maxghost.parallel.shardings import Layout, own_rows
-from maxghost.training import compiled_steps, memory_report, scoring, state
+from maxghost.training import compiled_steps, memory_report, run_directory, scoring, state
 from maxghost.training.outer import MERGE, SEND, SYNC, Outer
 from maxghost.training.plan import Plan
 
@@ -532,9 +532,13 @@ def test_a_missing_slice_is_one_line_before_jax(tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_keeps_its_slices(whole, capsys):
+def test_a_run_keeps_its_slices(tmp_path, capsys):
   """The outer keys and the number of slices may not change; other keys of the mesh may."""
-  base = [*COMMAND, f"base_output_directory={whole.parent}", "run_name=run"]
+  base = [*COMMAND, f"base_output_directory={tmp_path}", "run_name=run"]
+  begun = run_directory.inspect(config.load(None, *base))
+  run_directory.claim(begun, config.load(None, *base)).close()
+  (begun.path / run_directory.METRICS_FILE).write_text('{"step": 0}\n')
+  assert not run_directory.inspect(config.load(None, *base, "ici_fsdp_parallelism=2")).is_new
   assert train.main([*base, "dcn_data_parallelism=2", "steps=9"]) == 2
   assert "holds a DiLoCo run of 4 slices, each with parameters of its own; use dcn_data" in capsys.readouterr().err
   assert train.main([*base, "diloco_outer_lr=0.5"]) == 2
