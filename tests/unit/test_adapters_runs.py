@@ -141,13 +141,13 @@ def test_adapters_are_merged_into_a_base_in_the_format_of_maxtext(runs, tmp_path
   tokens = np.arange(9, dtype=np.int32)[None]
   for few_bits in ("", "int8w"):
     graphdefs = (load_model.load(place, config.replace(c, quantization=few_bits)) for c in (cfg, on_maxtext))
-    expected, found = (nnx.merge(*loaded)(tokens) for loaded in graphdefs)
+    expected, found = (tiny.logits(nnx.merge(*loaded), tokens) for loaded in graphdefs)
     np.testing.assert_allclose(found, expected, atol=1e-2 if few_bits else 2e-6)
   shutil.copytree(folder / "whole" / "run", tmp_path / "run")
   config.save(on_maxtext, tmp_path / "run" / "config.yml")
   hf_checkpoint.export_model(tmp_path / "run", tmp_path / "hf", say=lambda _: None)
-  found = nnx.merge(*load_model.load(*load_model.find(tmp_path / "hf")))(tokens)
-  np.testing.assert_allclose(found, nnx.merge(*load_model.load(place, cfg))(tokens), atol=2e-6)
+  found = tiny.logits(nnx.merge(*load_model.load(*load_model.find(tmp_path / "hf"))), tokens)
+  np.testing.assert_allclose(found, tiny.logits(nnx.merge(*load_model.load(place, cfg)), tokens), atol=2e-6)
 
 
 def test_a_base_in_host_memory_is_read_and_takes_the_adapters_of_another_run(runs, tmp_path):
@@ -174,7 +174,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   tokens = np.arange(9, dtype=np.int32)[None]
   ours = nnx.merge(graphdef, state.from_tree(_nested(begun | arrays), abstract))(tokens)
   graphdef, merged = load_model.load(place, cfg)
-  np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
+  np.testing.assert_allclose(tiny.logits(nnx.merge(graphdef, merged), tokens), ours, atol=2e-6)
   assert "into the matrices that nf4 makes of " in capsys.readouterr().out
   plain = load_model.merge.merged(
     read_checkpoint(open_tree(model_path.find(folder / "base" / "run").tree)), cfg.model,
@@ -233,9 +233,9 @@ def test_adapters_of_layers_that_are_not_stacked(runs, tmp_path):
   assert begun["decoder/layers_1/self_attention/query/lora/b"].any()
   graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
   tokens = np.arange(9, dtype=np.int32)[None]
-  ours = nnx.merge(graphdef, state.from_tree(_nested(begun), abstract))(tokens)
+  ours = tiny.logits(nnx.merge(graphdef, state.from_tree(_nested(begun), abstract)), tokens)
   graphdef, merged = load_model.load(place, cfg)
-  np.testing.assert_allclose(nnx.merge(graphdef, merged)(tokens), ours, atol=2e-6)
+  np.testing.assert_allclose(tiny.logits(nnx.merge(graphdef, merged), tokens), ours, atol=2e-6)
   assert hf_checkpoint.main(["adapter", str(tmp_path / "run"), str(tmp_path / "peft")]) == 0
   assert json.loads((tmp_path / "peft" / peft.CONFIG).read_text())["target_modules"] == ["1.self_attn.q_proj"]
   _, again = opened(*some, f"lora_restore_path={tmp_path / 'peft'}")
