@@ -55,7 +55,6 @@ class Processes:
       "PYTHONUNBUFFERED": "1",
       "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "JAX_SHARE_BINARY_BETWEEN_HOSTS": "1",
       "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // num}",
     }
     common = [*KEYS, f"base_output_directory={folder}", f"jax_cache_dir={folder / 'cache'}", *changes]
