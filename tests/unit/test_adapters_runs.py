@@ -80,9 +80,9 @@ def test_a_base_may_move_but_not_change(runs, what, capsys):
   run_copies.interrupted(folder / "whole", folder / what)
   base.rename(kept)
   try:
-    if what == "changed":
-      begin(base, 5)
     with tiny.cheap_compilation(), tiny.one_device():
+      if what == "changed":
+        begin(base, 5)
       code = train.main(keys_of(folder / what, (kept if what == "moved" else base) / "run"))
   finally:
     shutil.rmtree(base, ignore_errors=True)
