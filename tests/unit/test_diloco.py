@@ -532,8 +532,7 @@ def test_a_missing_slice_is_one_line_before_jax(tmp_path):
 def test_a_run_keeps_its_slices(tmp_path, capsys):
   """The outer keys and the number of slices may not change; other keys of the mesh may."""
   base = [*COMMAND, f"base_output_directory={tmp_path}", "run_name=run"]
-  cfg = config.load(None, *base)
-  run_directory.claim(run_directory.inspect(cfg), cfg).close()
+  run_directory.claim(run_directory.inspect(cfg := config.load(None, *base)), cfg).close()
   (tmp_path / "run" / run_directory.METRICS_FILE).write_text('{"step": 0}\n')
   assert not run_directory.inspect(config.load(None, *base, "ici_fsdp_parallelism=2")).is_new
   assert train.main([*base, "dcn_data_parallelism=2", "steps=9"]) == 2
