@@ -31,6 +31,7 @@ KEYS = (
   "ghost_val_sets=words", "ghost_val_batch_size=8", "ghost_detail=module", "learning_rate=3e-3", "adam_eps=1e-3",
   "warmup_steps_fraction=0.1", f"steps={STEPS}", f"checkpoint_period={PERIOD}", "eval_interval=4", "eval_steps=1",
   "ghost_log_period=3", "enable_tensorboard=false", "sharding_tolerance=1.0", "attention=dot_product",
+  "remat_policy=minimal",
   "jax_distributed_timeouts=300,60",
 )  # fmt: skip
 

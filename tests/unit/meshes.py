@@ -22,6 +22,7 @@ SIZES = {
   "base_num_decoder_layers": 2, "vocab_size": VOCAB, "max_target_length": POSITIONS, "attention": "dot_product",
   "steps": 20, "learning_rate": 3e-3, "warmup_steps_fraction": 0.0, "adam_b1": 0.8, "adam_eps": 1e-6,
   "adam_weight_decay": 0.3, "sharding_tolerance": 1.0, "ghost_val_batch_size": 4,
+  "remat_policy": "minimal",
 }  # fmt: skip
 MESHES = {
   "data 8": {"ici_data_parallelism": 8},

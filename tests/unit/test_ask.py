@@ -303,12 +303,12 @@ def run(tmp_path_factory):
 
 def test_the_command_prints_the_answer_and_its_sources(run, capsys):
   with tiny.cheap_compilation(), tiny.one_device():
-    assert cli.main(["ask", str(run), PROMPT, "--max_new_tokens", "4", "--top", "3", "--json"]) == 0
+    assert cli.main(["ask", str(run), PROMPT, "--max_new_tokens", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert cli.main(["ask", str(run / "checkpoints" / "6"), PROMPT, "--answer", ANSWER, "--token", "2"]) == 0
+    given = ("--answer", ANSWER, "--token", "2", "--top", "1")
+    assert cli.main(["ask", str(run / "checkpoints" / "6"), PROMPT, *given]) == 0
     shown = capsys.readouterr().out
-    assert cli.main(["ask", str(run), PROMPT, "--answer", ANSWER, "--token", "2", "--top", "1"]) == 0
-  assert (shown.count("notes.jsonl:"), capsys.readouterr().out.count("notes.jsonl:")) == (3, 1)
+  assert shown.count("notes.jsonl:") == 1
   assert ANSWER in shown and "of token 2" in shown and "notes:notes.jsonl:" in shown
   assert 1 <= len(found["tokens"]) <= 4 and len(found["documents"]) >= 3 and found["notes"] == []
   first = found["documents"][0]

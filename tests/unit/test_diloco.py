@@ -7,7 +7,6 @@ import contextlib
 import functools
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ import meshes
 import numpy as np
 import oracles
 import pytest
+import run_copies
 import tiny
 from flax import nnx
 
@@ -25,7 +25,7 @@ from maxghost.interop.load_tree import load_tree
 from maxghost.optimizers import by_label
 from maxghost.parallel import collectives
 from maxghost.parallel.shardings import Layout, own_rows
-from maxghost.training import compiled_steps, memory_report, scoring, state
+from maxghost.training import compiled_steps, memory_report, run_directory, scoring, state
 from maxghost.training.outer import MERGE, SEND, SYNC, Outer
 from maxghost.training.plan import Plan
 
@@ -392,12 +392,9 @@ def whole(tmp_path_factory):
 
 
 def test_a_run_resumes_with_the_same_bits(whole, tmp_path):
-  again = tmp_path / "run"
-  shutil.copytree(whole, again)
-  shutil.rmtree(again / "checkpoints" / "8")
-  metrics = again / "metrics.jsonl"
-  metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-  assert train.main([*COMMAND, f"base_output_directory={tmp_path}", "run_name=run"]) == 0
+  again = tmp_path / "again" / "run"
+  assert run_copies.interrupted(whole.parent, again.parent) == "8"
+  assert train.main([*COMMAND, f"base_output_directory={again.parent}", "run_name=run"]) == 0
 
   def records(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -532,9 +529,12 @@ def test_a_missing_slice_is_one_line_before_jax(tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_keeps_its_slices(whole, capsys):
+def test_a_run_keeps_its_slices(tmp_path, capsys):
   """The outer keys and the number of slices may not change; other keys of the mesh may."""
-  base = [*COMMAND, f"base_output_directory={whole.parent}", "run_name=run"]
+  base = [*COMMAND, f"base_output_directory={tmp_path}", "run_name=run"]
+  run_directory.claim(run_directory.inspect(cfg := config.load(None, *base)), cfg).close()
+  (tmp_path / "run" / run_directory.METRICS_FILE).write_text('{"step": 0}\n')
+  assert not run_directory.inspect(config.load(None, *base, "ici_fsdp_parallelism=2")).is_new
   assert train.main([*base, "dcn_data_parallelism=2", "steps=9"]) == 2
   assert "holds a DiLoCo run of 4 slices, each with parameters of its own; use dcn_data" in capsys.readouterr().err
   assert train.main([*base, "diloco_outer_lr=0.5"]) == 2

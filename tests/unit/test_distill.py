@@ -257,11 +257,17 @@ def run(name: str, *more, folder, command=train) -> int:
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-  """A folder with the run of a wider teacher, and in `whole` that of its student."""
+  """A folder with the run of a wider teacher."""
   folder = tmp_path_factory.mktemp("taught")
   assert run("teacher", "base_emb_dim=28", "ghost_enabled=false", folder=folder) == 0
-  assert run("run", *STUDENT, f"distill_teacher={folder}/teacher", folder=folder / "whole") == 0
   return folder
+
+
+@pytest.fixture(scope="module")
+def student(taught):
+  """The folder of a run that learns from it."""
+  assert run("run", *STUDENT, f"distill_teacher={taught}/teacher", folder=taught / "whole") == 0
+  return taught / "whole"
 
 
 def records(folder) -> list[dict]:
@@ -271,12 +277,12 @@ def records(folder) -> list[dict]:
 MEASURED = ("learning/loss", "distill/kl", "distill/cross_entropy", "ghost/val_loss/words")
 
 
-def test_a_run_learns_from_another_run_and_continues_bit_for_bit(taught, tmp_path, capsys):
+def test_a_run_learns_from_another_run_and_continues_bit_for_bit(taught, student, tmp_path, capsys):
   """One with another vocabulary is refused before anything is written."""
   asked = (*STUDENT, f"distill_teacher={taught}/teacher")
-  run_copies.interrupted(taught / "whole", tmp_path / "parts")
+  run_copies.interrupted(student, tmp_path / "parts")
   assert run("run", *asked, folder=tmp_path / "parts") == 0
-  whole, parts = records(taught / "whole"), records(tmp_path / "parts")
+  whole, parts = records(student), records(tmp_path / "parts")
   for name in MEASURED:
     assert [record[name] for record in whole] == [record[name] for record in parts]
   assert whole[0]["distill/kl"] > 0
@@ -286,14 +292,14 @@ def test_a_run_learns_from_another_run_and_continues_bit_for_bit(taught, tmp_pat
   assert objectives.create(config.load(None, *asked)).top_k == 5
 
 
-def test_a_run_learns_from_logits_on_disk(taught, tmp_path, capsys):
+def test_a_run_learns_from_logits_on_disk(taught, student, tmp_path, capsys):
   """As from the teacher itself, bit for bit where it continues; rows that others were written for are refused."""
   teacher, given = f"distill_teacher={taught}/teacher", f"offline_data_dir={tmp_path}/logits"
   assert run("run", *STUDENT, teacher, given, folder=tmp_path, command=distill_logits) == 0
   assert "wrote the 5 largest logits of the tokens of" in capsys.readouterr().out and not (tmp_path / "run").exists()
   asked = (*STUDENT, given)
   assert run("run", *asked, teacher, folder=tmp_path / "whole") == 0
-  online, whole = records(taught / "whole"), records(tmp_path / "whole")
+  online, whole = records(student), records(tmp_path / "whole")
   for name in (*MEASURED, "eval/avg_loss"):
     found, expected = ([record[name] for record in each if name in record] for each in (whole, online))
     np.testing.assert_allclose(found, expected, rtol=1e-5)

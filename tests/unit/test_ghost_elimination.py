@@ -143,10 +143,11 @@ def test_matrices_of_several_parameters_have_the_factors_that_each_has_alone(wid
   rng, dtype = np.random.default_rng(3), np.float64 if wide else np.float32
   with jax.enable_x64(wide), tiny.cheap_compilation():
     us = [rng.normal(size=shape).astype(dtype) for shape in MATRICES.values()]
-    arguments = [(u, RANK, label) for u, label in zip(us, MATRICES, strict=True)]
-    together = low_rank.factor_all(arguments)
-    for one, found in zip(arguments, together, strict=True):
-      for a, b in zip(low_rank.factor(*one), found, strict=True):
+    arguments = lambda us: [(u, RANK, label) for u, label in zip(us, MATRICES, strict=True)]  # noqa: E731
+    together = jax.jit(lambda us: low_rank.factor_all(arguments(us)))(us)
+    alone = jax.jit(lambda us: [low_rank.factor(*one) for one in arguments(us)])(us)
+    for one, found in zip(alone, together, strict=True):
+      for a, b in zip(one, found, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-10 if wide else 1e-3, atol=1e-11 if wide else 1e-4)
 

@@ -21,10 +21,13 @@ from maxghost.objectives import LanguageModelLoss
 COUNT, KAPPA = 5, 0.8
 TRAIN = tiny.make_batch(tiny.PACKED, seed=31)
 VALIDATION = tiny.make_batch(tiny.VALIDATION, seed=32)
+ALIKE = {**routed.GPT_OSS, "base_num_decoder_layers": 2, "inhomogeneous_layer_cycle_interval": 1}
+ALIKE["attention_type"] = ("local_sliding",)
 CASES = {  # schedule, direction, model
-  "gpt_oss-reverse_scan-adam": ("reverse_scan", "adam", routed.GPT_OSS),
+  "gpt_oss-reverse_scan-adam": ("reverse_scan", "adam", ALIKE),
 }
 SLOW_CASES = {
+  "gpt_oss-reverse_scan-adam-cycles": ("reverse_scan", "adam", routed.GPT_OSS),
   "mixtral-two_pass-sgd": ("two_pass", "sgd", routed.MIXTRAL),
   "mixtral-reverse_scan-adam": ("reverse_scan", "adam", routed.MIXTRAL),
   "mixtral-concat-adam": ("concat", "adam", routed.MIXTRAL),

@@ -42,7 +42,7 @@ RUNS = {
   "concat": {"ghost_schedule": "concat", "ghost_val_batch_size": len(VALIDATION["inputs"])},
   "second_order": {"ghost_direction": "second_order"},
   "val_every": {"ghost_val_every": 3},
-  "rank": {"ghost_rank": 5, "ghost_exclude": ("*norm*", "*self_attention*")},
+  "rank": {"ghost_rank": 5, "ghost_exclude": ("*norm*", "*self_attention*", "*wi_1*", "token_embedder/*")},
   "reverse_scan": {"ghost_schedule": "reverse_scan", "gradient_clipping_threshold": 0.0},
   "reverse_scan-rank": {
     "ghost_schedule": "reverse_scan", "ghost_direction": "sgd", "ghost_rank": 5, "gradient_clipping_threshold": 0.0,

@@ -222,10 +222,14 @@ def read(folder, run="base"):
   return [json.loads(line) for line in (folder / "runs" / run / "rollouts.jsonl").read_text().splitlines()]
 
 
+# A run of so many steps as one likes has the train step of `finished`, which is compiled once.
+FINISHED = {"num_iterations": 2, "ghost_log_period": 1, "lr_schedule_type": "constant", "checkpoint_period": 1}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   folder = write(tmp_path_factory.mktemp("rl"))
-  assert start(folder, num_iterations=2, ghost_log_period=1) == 0
+  assert start(folder, **FINISHED) == 0
   return folder
 
 
@@ -303,7 +307,7 @@ def test_end_tokens_of_the_model_end_answers_and_no_judge_means_no_reward(tmp_pa
   (folder / "words").mkdir()
   tokenizer_files.write_bytes(folder / "words", add_bos=True)
   (folder / "words/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(256), 257]}))
-  keys = {"tokenizer_type": "huggingface", "tokenizer_path": folder / "words", "steps": 1}
+  keys = {"tokenizer_type": "huggingface", "tokenizer_path": folder / "words", "steps": 1} | FINISHED
   assert start(folder, reward_functions=f"[{folder / 'own.py'}:unsure]", **keys) == 0
   answers = [answer for prompt in read(folder)[0]["prompts"] for answer in prompt["answers"]]
   assert {answer["text"] for answer in answers if answer["ended"]} == {""}
@@ -334,33 +338,23 @@ def test_every_answer_is_a_scored_row(finished):
   assert all("ghost/val_loss/add" in m for m in metrics)
 
 
-STOPPED = {"num_iterations": 2, "ghost_log_period": 1, "lr_schedule_type": "constant", "checkpoint_period": 1}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-  folder = write(tmp_path_factory.mktemp("whole"))
-  assert start(folder, **STOPPED) == 0
-  return folder
-
-
 @pytest.mark.parametrize("stop", [3, 4])
-def test_a_run_that_was_stopped_samples_the_same_again(stop, whole):
+def test_a_run_that_was_stopped_samples_the_same_again(stop, finished):
   """Also between two steps on the same answers."""
   name = f"stopped-{stop}"
-  assert start(whole, **STOPPED, run_name=name, steps=stop) == 0
-  assert start(whole, **STOPPED, run_name=name) == 0
-  assert read(whole, name) == read(whole)
+  assert start(finished, **FINISHED, run_name=name, steps=stop) == 0
+  assert start(finished, **FINISHED, run_name=name) == 0
+  assert read(finished, name) == read(finished)
   keep = lambda m: {k: v for k, v in m.items() if not k.startswith("perf/")}  # noqa: E731
-  assert [*map(keep, metrics_of(whole, name))] == [*map(keep, metrics_of(whole))]
+  assert [*map(keep, metrics_of(finished, name))] == [*map(keep, metrics_of(finished))]
 
 
-def test_steps_that_end_between_two_on_the_same_answers_cannot_be_gone_on_from(whole, capsys):
-  assert start(whole, **STOPPED, run_name="odd", steps=3) == 0
-  given = whole / "runs/odd/checkpoints/3"
-  assert start(whole, **STOPPED, run_name="on", load_full_state_path=given) == 2
+def test_steps_that_end_between_two_on_the_same_answers_cannot_be_gone_on_from(finished, capsys):
+  assert start(finished, **FINISHED, run_name="odd", steps=3) == 0
+  given = finished / "runs/odd/checkpoints/3"
+  assert start(finished, **FINISHED, run_name="on", load_full_state_path=given) == 2
   said = f"num_iterations=2: load_full_state_path={given} keeps no answers of its 3 steps; use a divisor of 3"
-  assert said in capsys.readouterr().err and not (whole / "runs/on").exists()
+  assert said in capsys.readouterr().err and not (finished / "runs/on").exists()
 
 
 def test_what_if(finished, capsys):
@@ -390,8 +384,8 @@ def test_a_prompt_that_a_step_has_twice_gets_other_answers(tmp_path):
   folder = write(tmp_path)
   (folder / "one.jsonl").write_text(json.dumps({"prompt": "2+3=", "completion": "5"}) + "\n")
   files = {"dataset_files": f"[one={folder / 'one.jsonl'}]", "ghost_val_sets": f"[add={folder / 'add.jsonl'}]"}
-  keys = {"reward_functions": f"[{folder / 'own.py'}:unequal]", "scale_rewards": "none", "steps": 1}
-  assert start(folder, dataset_mixture="[one=3x]", base_num_decoder_layers=1, ghost_log_period=1, **files, **keys) == 0
+  keys = {"reward_functions": f"[{folder / 'own.py'}:unequal]", "scale_rewards": "none", "steps": 1} | FINISHED
+  assert start(folder, dataset_mixture="[one=3x]", **files, **keys) == 0
   first, second = ([answer["text"] for answer in prompt["answers"]] for prompt in read(folder)[0]["prompts"])
   assert not {*first} & {*second}
   log = scorelog.load(folder / "runs/base")
@@ -524,7 +518,7 @@ def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_written_or_lef
   assert start(folder) == 2 and not (folder / "runs").exists()
   said = "line 43: its prompt has 15 tokens, max_target_length less max_completion_length leaves it 13; repair"
   assert said in capsys.readouterr().err
-  assert start(folder, on_corrupt="skip", steps=1) == 0
+  assert start(folder, **FINISHED, on_corrupt="skip", steps=1) == 0
   assert "1 are left out: they cannot be trained on" in capsys.readouterr().out
 
 

@@ -1,6 +1,7 @@
 """LESS against gradients of one document at a time, and the Adam step of optax on each."""
 
 import contextlib
+import functools
 import json
 
 import jax
@@ -85,6 +86,12 @@ def brute_force(cfg, points, corpus, query):
     return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
 
   grad = jax.jit(jax.grad(mean_loss), static_argnums=1)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def step(params, graphdef, rest, row, moments):
+    with jax.numpy_dtype_promotion("standard"):
+      return adam.update(nnx.as_pure(jax.grad(mean_loss)(params, graphdef, rest, row)), moments)[0]
+
   for point in points:
     held = nnx.merge(state.abstract_split(cfg)[0], point.state)
     graphdef, params, rest = nnx.split(held.model, held.optimizer.wrt, ...)
@@ -101,9 +108,8 @@ def brute_force(cfg, points, corpus, query):
           name: np.where(batch.arrays[f"{name.partition('_')[0]}_segmentation"] == slot + 1, x, 0)
           for name, x in batch.arrays.items()
         }
-        with jax.numpy_dtype_promotion("standard"):
-          moved, _ = adam.update(nnx.as_pure(grad(params, graphdef, rest, own)), moments)
-        moved, key = flat(moved), (corpus.source.document_id(document).path, int(batch.offset_BS[0, slot]))
+        moved = flat(step(params, graphdef, rest, own, moments))
+        key = (corpus.source.document_id(document).path, int(batch.offset_BS[0, slot]))
         cosine = moved @ asked / np.linalg.norm(moved) / np.linalg.norm(asked)
         total[key] = total.get(key, 0.0) + rate * cosine
   return total

@@ -49,13 +49,15 @@ def step_of(label: str, g, m, *, count: int, beta: float, eps: float, rms: float
   t = count + 1
   scale = rms * max(size[1:]) ** 0.5 if rms else max(1, size[2] / size[1]) ** 0.5
 
+  def polynomial(x):
+    a = x.T @ x
+    return 3.4445 * x - 4.7750 * x @ a + 2.0315 * x @ a @ a
+
   def one(g_IO, m_IO):
     after = beta * m_IO + (1 - beta) * g_IO
     x = beta * after / (1 - beta ** (t + 1)) + (1 - beta) * g_IO / (1 - beta**t)
     x = x / (jnp.sqrt((x**2).sum()) + eps)
-    for _ in range(5):
-      a = x.T @ x
-      x = 3.4445 * x - 4.7750 * x @ a + 2.0315 * x @ a @ a
+    x, _ = jax.lax.scan(lambda x, _: (polynomial(x), None), x, None, length=5)
     return scale * x
 
   return jax.vmap(one)(g.reshape(size), m.reshape(size)).reshape(g.shape)

@@ -76,7 +76,7 @@ def test_directions_known_before_are_scored_in_the_pipeline():
 
 @pytest.mark.parametrize("name", ["2 x 2 repeats", pytest.param("4 stages", marks=pytest.mark.slow)])
 def test_a_plain_step_equals_that_of_one_device(name, expected):
-  found = meshes.run(PIPES[name], **LAYERS, ghost_enabled=False, remat_policy="minimal")
+  found = meshes.run(PIPES[name], **LAYERS, ghost_enabled=False)
   for label, value in expected.moments.items():
     assert meshes.relative_error(found.moments[label], value) < 1e-5, label
   assert meshes.relative_error(found.outs[1]["loss"], expected.outs[1]["loss"]) < 1e-6

@@ -52,13 +52,18 @@ def cheap_compilation(cheap: bool = True):
 
 
 @contextlib.contextmanager
-def one_device():
-  """Commands see the first of the virtual devices only: a step without a mesh compiles faster."""
-  every, jax.devices = jax.devices, lambda *platform: every(*platform)[:1]
+def few_devices(count: int):
+  """Commands see the first of the virtual devices only."""
+  every, jax.devices = jax.devices, lambda *platform: every(*platform)[:count]
   try:
     yield
   finally:
     jax.devices = every
+
+
+def one_device():
+  """A step without a mesh compiles faster."""
+  return few_devices(1)
 
 
 @nnx.jit
