@@ -20,6 +20,7 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import adapters, config
 from maxghost.adapters import quantized
 from maxghost.config import ConfigError
+from maxghost.parallel.shardings import check_spread
 from maxghost.training import state
 
 # The table of QLoRA, appendix E, to five digits.
@@ -230,3 +231,14 @@ def test_what_a_run_reads_is_not_computed_first():
     assert np.asarray(x).tobytes() == np.asarray(whole[path]).tobytes(), path
   completed = traverse_util.flatten_dict(state.completed(traverse_util.unflatten_dict(read), cfg))
   assert completed.keys() == whole.keys() and not any(completed[path] is not None for path in read)
+
+
+def test_a_quantised_base_counts_among_the_weights_of_a_device():
+  """`sharding_tolerance` judges the same model alike, however few bits its frozen matrices have."""
+
+  def share(qtype: str) -> str:
+    cfg = meshes.make_config({"ici_fsdp_parallelism": 2}, lora_rank=2, lora_weight_qtype=qtype)
+    layout = meshes.make_layout(cfg, 2)
+    return check_spread(layout.abstract(state.abstract_split(cfg)[1]), layout, 10.0)
+
+  assert share("nf4") == share("int8") == share("")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from checkpoint_convert_trees import E, L, linen, nnx, save, unpack, wrap
 
+from maxghost.adapters import quantized
 from maxghost.checkpoint import inspect_checkpoint
 from maxghost.checkpoint.compare import ONLY_LEFT, compare_checkpoints, main
 from maxghost.interop.convert import convert
@@ -203,3 +204,11 @@ def test_inspect_lists_every_leaf(tmp_path, capsys):
   assert inspect_checkpoint.main([str(tmp_path / "odd"), "--json"]) == 0
   assert json.loads(capsys.readouterr().out)["layout"] == ""
   assert inspect_checkpoint.main([str(tmp_path / "nothing")]) == 2
+
+
+@pytest.mark.parametrize("qtype", ["int8", "nf4", "int4"])
+def test_inspect_counts_the_parameters_of_a_quantised_matrix(tmp_path, qtype):
+  """Its codes, of which a byte may hold two; not the sizes of its blocks, and a scale that is one of the model."""
+  query = quantized.quantize(np.ones((3, 8, 5), np.float32), qtype, 1, 1) | {"bias": np.ones((3, 5))}
+  save(tmp_path / "few", {"model": {"decoder": {"layers": {"query": query, "norm": {"scales": np.ones((3, 8))}}}}})
+  assert inspect_checkpoint.inspect(tmp_path / "few")["parameters"] == 3 * (8 * 5 + 5 + 8)

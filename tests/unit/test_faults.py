@@ -28,6 +28,7 @@ from maxghost.config import ConfigError
 from maxghost.config.values import guard
 from maxghost.data import prepare, prepared
 from maxghost.data.sources import synthetic
+from maxghost.parallel import rendezvous
 from maxghost.training.score_recorder import ScoreLogError
 
 OURS = (ConfigError, CheckpointError, ScoreLogError, OSError)
@@ -338,3 +339,15 @@ def test_one_guard_turns_faults_into_a_line(error, code, said, capsys):
     raise error
 
   assert guard(work) == code and capsys.readouterr().err == said
+
+
+def test_ports_of_the_environment_that_are_none(monkeypatch):
+  monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0")
+  with pytest.raises(ConfigError, match=r"0.0.0.0 is no address .*HOST:PORT, .*_BIND_ADDRESS=0.0.0.0:1234"):
+    rendezvous.listen("127.0.0.1:1234")
+  for name, value in {"STEP_NODELIST": "a,b", "JOB_ID": "70001", "PROCID": "0", "NTASKS": "2"}.items():
+    monkeypatch.setenv(f"SLURM_{name}", value)
+  for port in ("abc", "65536", "0"):
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", port)
+    with pytest.raises(ConfigError, match=f"JAX_COORDINATOR_PORT={port} is no port"):
+      rendezvous.of_launcher()

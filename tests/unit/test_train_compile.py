@@ -125,6 +125,7 @@ def one_layer() -> config.Config:
   [
     ({"compile_topology": "v5p-100"}, "compile_topology=v5p-100 is no topology; nearest are v5p-128, v5p-64"),
     ({"compile_topology": "cpu-0"}, "compile_topology=cpu-0 is no topology"),
+    ({"compile_topology": "cpu-²"}, "compile_topology=cpu-² is no topology"),
     ({}, "compile_topology is missing"),
     ({"compile_topology": "cpu-8", "ici_tensor_parallelism": 3}, "ici_tensor_parallelism=3 = 3 does not divide the 8"),
     ({"compile_topology": "0xcpu-8"}, "compile_topology=0xcpu-8"),

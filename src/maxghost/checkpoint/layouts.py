@@ -18,6 +18,7 @@ _PREFIXES = ("base", "model_params")
 _MODEL_KEYS = ("decoder", "encoder", "token_embedder", "vision_encoder", "audio_encoder", "shared_embedding")
 # Adafactor keeps rows and columns of a parameter: its path, not its shape.
 _FACTORED = (("v_row",), ("v_col",), ("v",))
+_OF_CODES = ("sizes", "size_scales", "size_means", "steps", "scales")  # parts of a quantised matrix beside its codes
 _IN_MODEL = {("model",): "params", ("optimizer", "opt_state"): "opt_state", ("optimizer", "step"): "step"}
 _PLACES: dict[str, dict[Path, str]] = {
   LINEN: {("params", "params"): "params", ("opt_state",): "opt_state", ("step",): "step", ("nnx_aux", "model"): "aux"},
@@ -97,7 +98,12 @@ class Checkpoint:
     return replace(self, params=replace(self.params, leaves=leaves))
 
   def num_params(self) -> int:
-    return sum(math.prod(ref.shape) for ref in self.params.leaves.values())
+    """How many the model has: of a quantised matrix (`adapters.quantized`) its codes, two of which are in a uint8."""
+    leaves, total = self.params.leaves, 0
+    for (path, layer), ref in leaves.items():
+      if path[-1] not in _OF_CODES or ((*path[:-1], "codes"), layer) not in leaves:
+        total += math.prod(ref.shape) * (2 if path[-1] == "codes" and ref.dtype == "uint8" else 1)
+    return total
 
 
 def record_of(raw: RawTree) -> dict[str, Any]:

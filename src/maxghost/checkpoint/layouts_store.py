@@ -163,7 +163,7 @@ def _no_tree(path: Any, folder: Path) -> str:
   names = sorted(p.name for p in folder.iterdir())
   if "checkpoints" in names:
     folder = folder / "checkpoints"
-  if steps := sorted(p.name for p in folder.iterdir() if p.name.isdigit()):
+  if steps := sorted(p.name for p in folder.iterdir() if p.name.isdecimal()):
     return f"{path} holds the steps {', '.join(sorted(steps, key=int))}; name one, as in {folder / steps[0]}"
   if any(name in ITEM_NAMES or name in ("manifest.ocdbt", "d", STEP_METADATA) for name in names):
     return f"{path} is damaged or half copied: it has no {TREE_METADATA}"

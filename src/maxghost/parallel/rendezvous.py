@@ -48,7 +48,10 @@ def of_launcher() -> tuple[str, int, int] | None:
     number, count = (env[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "SIZE"))
   else:
     return None
-  return f"{host}:{env.get('JAX_COORDINATOR_PORT') or int(job) % 2**12 + 61440}", int(number), int(count)
+  port = env.get("JAX_COORDINATOR_PORT") or str(int(job) % 2**12 + 61440)
+  if not port.isdecimal() or not 0 < int(port) < 2**16:
+    raise ConfigError(f"JAX_COORDINATOR_PORT={port} is no port; give a number from 1 to 65535")
+  return f"{host}:{port}", int(number), int(count)
 
 
 def bind_address(address: str) -> str:
@@ -58,15 +61,15 @@ def bind_address(address: str) -> str:
 
 def listen(address: str) -> socket.socket:
   """A listening socket at `bind_address`. Raises ConfigError if it is not of this machine, or the port is in use."""
-  host, _, port = bind_address(address).rpartition(":")
+  host, _, port = (given := bind_address(address)).rpartition(":")
   try:
     family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     return socket.create_server(place, family=family, backlog=1024)
-  except OSError as error:
+  except (OSError, ValueError) as error:
     problem = f"port {port} of this machine is in use; use another, the same for all processes"
-    if error.errno != errno.EADDRINUSE:
-      problem = f"{host} is no address of this machine, on which process 0 runs; give one, or set "
-      problem += f"JAX_COORDINATOR_BIND_ADDRESS=0.0.0.0:{port} where it is forwarded to this machine"
+    if not isinstance(error, OSError) or error.errno != errno.EADDRINUSE:
+      problem = f"{given} is no address of this machine, HOST:PORT, on which process 0 runs; give one, or set JAX_"
+      problem += f"COORDINATOR_BIND_ADDRESS=0.0.0.0:{address.rpartition(':')[2]} where it is forwarded to this machine"
     raise ConfigError(f"jax_distributed={address}: {problem}") from error
 
 

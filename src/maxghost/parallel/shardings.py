@@ -334,12 +334,14 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
   total = held = 0
   whole: list[tuple[int, str]] = []
   axes: set[str] = set()
-  for path, variable in nnx.to_flat_state(nnx.filter_state(abstract, nnx.Param)):
+  # A quantised matrix (`adapters.quantized`) counts by its codes, two of which are in a uint8.
+  for path, variable in nnx.to_flat_state(nnx.filter_state(abstract, nnx.Any(nnx.Param, nnx.PathContains("codes")))):
     leaf = variable.get_value()
-    own = math.prod(leaf.sharding.shard_shape(leaf.shape))
-    total, held = total + leaf.size, held + own
-    if own == leaf.size:
-      whole.append((leaf.size, slash_path(path)))
+    each = 2 if leaf.dtype == np.uint8 else 1
+    own, size = (each * math.prod(shape) for shape in (leaf.sharding.shard_shape(leaf.shape), leaf.shape))
+    total, held = total + size, held + own
+    if own == size:
+      whole.append((size, slash_path(path)))
     for name, row in layout.rules.rows:
       if name in (variable.get_metadata().get(AXES) or ()):
         axes.update(layout.rules.active(row))

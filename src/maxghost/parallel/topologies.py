@@ -42,7 +42,7 @@ def parse(topology: str) -> tuple[str, int]:
   if not topology:
     raise ConfigError("compile_topology is missing: what to compile for, such as v5e-16, v5p-256 or cpu-8")
   family, _, count = topology.partition("-")
-  number, slices = int(count) if count.isdigit() else 0, FAMILIES[family].slices if family in FAMILIES else {}
+  number, slices = int(count) if count.isdecimal() else 0, FAMILIES[family].slices if family in FAMILIES else {}
   if number in slices or (family == "cpu" and number > 0):
     return family, number
   names = [f"{name}-{count}" for name, known in FAMILIES.items() for count in known.slices]
