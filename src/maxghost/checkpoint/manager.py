@@ -174,7 +174,7 @@ class CheckpointManager:
       reason, restored = "", None
       path = self._local.folder / name if self._local and name else self.path(step)
       try:
-        restored = self._read(step, name, path, wanted)
+        restored = self._read(step, name, wanted)
       except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
         if isinstance(error, CheckpointError) or "RESOURCE_EXHAUSTED" in str(error):
           raise
@@ -192,8 +192,7 @@ class CheckpointManager:
       if other := [f"{name} {then[name]}, now {x}" for name, x in now.items() if then.get(name, x) != x]:
         but = "the run goes on, but its numbers may differ in the last bits from those of a run without a change"
         self._say(f"maxghost: note: checkpoint {path} was made with {'; '.join(other)}: {but}")
-      typed = lambda x, like: jax.random.wrap_key_data(x, impl=key_impl(like)) if is_typed_key(like) else x  # noqa: E731
-      return restored._replace(tree=jax.tree.map(typed, restored.tree, abstract_tree))
+      return restored._replace(tree=jax.tree.map(_typed, restored.tree, abstract_tree))
     if unusable:
       steps = ", ".join(map(str, sorted(unusable)))
       way = "put a good one there, or remove them all to start again at step 0"
@@ -228,20 +227,23 @@ class CheckpointManager:
       fix = "put them back, or start a new run_name"
       raise CheckpointError(f"{said} ({len(changed)} arrays differ, such as {min(changed)}); {fix}")
 
-  def _read(self, step: int, name: str, path: Path, wanted: Mapping) -> Restored:
+  def _read(self, step: int, name: str, wanted: Mapping) -> Restored:
     """Reads a checkpoint without checking its arrays' checksums. name: of a local one; empty: the durable one."""
-    flat, local = by_label(wanted), self._local if name else None
-    stored = lambda **items: self._manager.restore(step, args=ocp.args.Composite(**items))  # noqa: E731
-    positions = check_seal(local.record(name) if local else stored(positions=ocp.args.JsonRestore())["positions"])
+    path, flat, local = self.path(step), by_label(wanted), self._local if name else None
+    if local is not None:
+      path, positions = local.folder / name, local.record(name)
+    else:
+      positions = self._manager.restore(step, args=ocp.args.Composite(positions=ocp.args.JsonRestore()))["positions"]
+    positions = check_seal(positions)
     if positions.get("format", 0) > FORMAT_VERSION:
       reads = f"this maxghost reads up to {FORMAT_VERSION}; update maxghost"
       raise CheckpointError(f"checkpoint {path} has format {positions['format']}, {reads}")
-    if local:
+    if local is not None:
       _check_leaves(path, local.leaves(name), flat)
       tree = jax.tree.unflatten(jax.tree.structure(wanted), local.restore(name, flat).values())
     else:
       _check_leaves(path, by_label(self._manager.item_metadata(step)["items"].tree), flat)
-      tree = stored(items=ocp.args.StandardRestore(wanted))["items"]
+      tree = self._manager.restore(step, args=ocp.args.Composite(items=ocp.args.StandardRestore(wanted)))["items"]
     return Restored(step, tree, positions, path)
 
   def _guard(self, work: Callable[[], Any], alone: bool = False) -> None:
@@ -255,10 +257,7 @@ class CheckpointManager:
     except Exception as error:
       if distributed.is_lost_peer(error):
         raise
-      reason = f"{type(error).__name__}: {first_line(error)}"
-      if isinstance(error, TimeoutError):
-        hangs = f"it was not written in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
-        reason = _WAITED if "barrier" in str(error) else hangs
+      reason = _reason(error)
       if distributed.count() > 1:  # ends the others' waiting in `_barrier`
         distributed.store().key_value_set(f"{_FAILURES}/{distributed.index()}", reason, allow_overwrite=True)
     found = [reason] if alone else distributed.gather(reason)
@@ -334,6 +333,13 @@ def _sees(path: Path, text: str) -> bool:
     time.sleep(0.2)
 
 
+def _reason(error: Exception) -> str:
+  if isinstance(error, TimeoutError):
+    hangs = f"it was not written in {WRITE_SECONDS:,} s: the storage hangs, or is too slow for this model"
+    return _WAITED if "barrier" in str(error) else hangs
+  return f"{type(error).__name__}: {first_line(error)}"
+
+
 def _barrier(*, key: str, timeout_ms: int) -> None:
   """Waits until every process has called this with `key`. Raises PeerFailure as soon as one could not write."""
   store, end = distributed.store(), time.monotonic() + timeout_ms / 1000
@@ -382,3 +388,8 @@ def _checksums(tree: Any) -> dict[str, int]:
 def _with_raw_keys(tree: Any) -> Any:
   """Typed random keys become their uint32 words (Orbax stores numbers); abstract keys likewise."""
   return jax.tree.map(lambda leaf: key_words(leaf) if is_typed_key(leaf) else leaf, tree)
+
+
+def _typed(leaf: jax.Array, like: Any) -> jax.Array:
+  """The reverse for one leaf, as `like` is typed."""
+  return jax.random.wrap_key_data(leaf, impl=key_impl(like)) if is_typed_key(like) else leaf
