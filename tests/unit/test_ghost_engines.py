@@ -16,7 +16,7 @@ import tiny
 from flax import nnx
 from train_steps import TRAIN, VALIDATION, Run
 
-from maxghost import ghost
+from maxghost import ghost, objectives
 
 N, N_VAL, T, TOKENS = 6, 4, 7, 23
 FLOAT64 = {"dtype": "float64", "weight_dtype": "float64", "remat_policy": "none"}
@@ -456,3 +456,16 @@ def test_losses_of_whole_numbers_are_refused():
   model, batch = foreign.randomized(lambda rngs: nnx.Linear(4, 3, rngs=rngs)), {"x": np.ones((5, 4), np.float32)}
   with pytest.raises(ValueError, match=r"losses of type int32 and shape .*: return real losses"):
     ghost.GhostEngine().score(model, batch, batch, loss_fn=lambda m, b: squares(m, b).astype(int))
+
+
+def test_engine_perexample_refuses_a_loss_whose_rows_belong_together():
+  class Pairs(objectives.Objective):
+    rows_per_unit = 2
+
+    def __call__(self, model, batch):
+      losses = jnp.square(model(batch["x"])).sum(-1)
+      return losses - losses.reshape(-1, 2).mean(-1).repeat(2), jnp.ones(len(losses))
+
+  rows = {"x": np.ones((4, 3), np.float32)}
+  with pytest.raises(ValueError, match="takes each row alone, but the loss has units of 2 rows; use engine=jvp"):
+    ghost.GhostEngine(engine="perexample").score(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), rows, rows, loss_fn=Pairs())

@@ -230,6 +230,31 @@ def test_a_foreign_model_with_stacked_layers(tower, schedule):
     assert oracles.relative_error(g, oracle.g[label]) < 1e-5, label
 
 
+class SkipLoss(TowerLoss):
+  """With the input of the first layer in the head, for training and validation rows."""
+
+  passes_embedded = True
+
+  def __call__(self, model, batch):
+    graphdef, state = nnx.split(model.trunk.blocks)
+    embedded = x = self.embed(model, batch)
+    for i in range(3):
+      layer = nnx.merge(graphdef, jax.tree.map(lambda v, i=i: v[i], state))
+      x = layer(x, *self.layer_inputs(batch), self.layer_key(i))
+    return self.head(model, self.joined(embedded, x), batch)
+
+  def joined(self, embedded, x):
+    return x + 3 * embedded
+
+
+def test_the_head_of_validation_rows_may_read_the_input_of_the_first_layer(tower):
+  model, train, val, _ = tower
+  engines = [ghost.GhostEngine(schedule=schedule) for schedule in ("two_pass", "reverse_scan")]
+  expected, found = (foreign.score(engine, model, train, val, loss_fn=SkipLoss()).per_param for engine in engines)
+  for label, value in found.items():
+    assert oracles.relative_error(value, expected[label]) < 1e-5, label
+
+
 def test_reverse_scan_says_what_it_needs(tower):
   model, train, val, _ = tower
 

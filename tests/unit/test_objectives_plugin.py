@@ -267,6 +267,20 @@ def test_what_is_no_whole_objective_is_not_registered(wrong, said):
   assert before == plugins.OBJECTIVES
 
 
+class PlainlyValidated(LanguageModelLoss):
+  name = NAME
+
+  def validation(self):
+    return dataclasses.replace(super().validation(), z_loss_multiplier=0.5)
+
+
+def test_concat_refuses_another_loss_for_validation_rows(monkeypatch):
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(PlainlyValidated))
+  keys = {"ghost_schedule": "concat", "ghost_val_batch_size": 6, "per_device_batch_size": 6, "ghost_direction": "sgd"}
+  with pytest.raises(ValueError, match=r"one loss for all rows, but PlainlyValidated.validation gives another one"):
+    Run(batch=TRAIN[0], objective=NAME, base_num_decoder_layers=1, **keys).step(TRAIN[0], (TRAIN[0],))
+
+
 def test_an_objective_that_prepares_nothing_is_named():
   wrong = type("Wrong", (PairMean,), {"prepare": lambda self, batch: None})
   with pytest.raises(ConfigError, match=f"objective={NAME}: prepare returns None, not a Batch"):

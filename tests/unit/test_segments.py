@@ -401,7 +401,11 @@ def test_remat_scan_refuses_what_it_cannot_do():
     models.remat_scan(lambda x, a, b: x, segment_lengths=(2,), in_axes=(nnx.Carry, 0, 0))(0.0, jnp.ones(4), jnp.ones(6))
   with pytest.raises(ValueError, match="have no layers"):
     models.remat_scan(lambda x: x, segment_lengths=(2,), in_axes=(nnx.Carry,))(0.0)
-  with pytest.raises(ValueError, match="has several"):
+  with pytest.raises(ValueError, match="or in neither"):
     models.remat_scan(lambda x, y: x, in_axes=(nnx.Carry, nnx.Carry))(0.0, 0.0)
+  with pytest.raises(ValueError, match=r"give nnx.Carry once in in_axes and once in out_axes"):
+    models.remat_scan(lambda x, b: b(x), out_axes=0)(X_BD, make_blocks())  # every layer would get the first input
+  with pytest.raises(ValueError, match="has 2 out_axes, but the function returns a tuple of 3"):
+    models.remat_scan(lambda x, b: (b(x), x, x), out_axes=(nnx.Carry, 0))(X_BD, make_blocks())
   with pytest.raises(ValueError, match="1 arguments, but in_axes has 2 entries"):
     models.remat_scan(step, segment_lengths=(2,))(X_BD)

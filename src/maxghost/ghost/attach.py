@@ -106,11 +106,9 @@ def attach(model: nnx.Module, *, num_examples: int, num_positions: int | None = 
     module.__class__ = _twin_class(type(module), found)
     scored += own
   if uncovered:
-    raise ValueError(
-      f"no scoring rule covers {', '.join(uncovered)}. Ways out: register one with @ghost.rule(LayerType), name the "
-      "paths in ghost_exclude, or use ghost_schedule=forward_mode, which needs no rules. Layers with rules: "
-      f"{', '.join(sorted(layer.__name__ for layer in rules.RULES))}"
-    )
+    said = f"no scoring rule covers {', '.join(uncovered)}. Ways out: register one with @ghost.rule(LayerType), name "
+    said += "the paths in ghost_exclude, or use ghost_schedule=forward_mode, which needs no rules. Layers with rules: "
+    raise ValueError(said + ", ".join(sorted(layer.__name__ for layer in rules.RULES)))
   if spec.rank and spec.must_gain and not any(p.low_rank for p in scored):
     matrices = [p.parameter.matrix_shape(p.shape) for p in scored if p.parameter.rows]
     most = max((i * o // (2 * (i + o)) for i, o in matrices), default=0)
@@ -201,10 +199,9 @@ def prepare_twin(model, batch, loss_fn: Callable, *, num_sets: int, num_position
   calls = {path: [runs[f"maxghost {path} {is_second}"] for is_second in (False, True)] for path in layers}
   often = {path: sum(counts) for path, counts in calls.items() if not {0, layers[path]}.issuperset(counts)}
   if where := ", ".join(f"{path} ({count} calls)" for path, count in often.items()):
-    raise ValueError(
-      f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of a "
-      f"parameter at one call. Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"
-    )
+    said = f"{where}: ghost_direction={spec.rule.direction} with ghost_schedule={schedule} needs the whole gradient of"
+    use = "Use ghost_direction=sgd with two_pass, or name the paths in ghost_exclude"
+    raise ValueError(f"{said} a parameter at one call. {use}")
   linked = {use.path: use for use in uses if use.is_second and all(calls[use.path])}
   return attached(linked=linked) if linked else twin
 

@@ -134,6 +134,8 @@ class GhostEngine:
       raise ValueError("loss_fn= is missing; only models of maxghost have a default, next-token cross-entropy")
     if not callable(loss_fn := self.default_loss if loss_fn is None else loss_fn):
       raise ValueError(f"loss_fn={loss_fn!r} is no function: give loss_fn(model, batch) -> (losses, weights)")
+    if self.engine == "perexample" and (unit := as_objective(loss_fn).rows_per_unit) > 1:
+      raise ValueError(f"engine=perexample takes each row alone, but the loss has units of {unit} rows; use engine=jvp")
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, rest, train_batch, val_batch, state))):
       raise ValueError("score compiles its own program: call it outside of jax.jit, nnx.jit and other transformations")
@@ -325,8 +327,7 @@ def _read(x, names: set) -> list:
   if not jax.tree_util.all_leaves([x]):  # such as a list, or a model, that changes in place
     return jax.tree.leaves(x)
   holders = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
-  own = [dict(vars(one)) for one in holders if hasattr(one, "__dict__") and not _of_library(one)]
-  held = collections.ChainMap(*own)
+  held = collections.ChainMap(*(dict(vars(x)) for x in holders if hasattr(x, "__dict__") and not _of_library(x)))
   return [held[name] for name in sorted(names & held.keys())]
 
 

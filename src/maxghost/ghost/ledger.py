@@ -97,9 +97,8 @@ def with_clipped(out: dict, before: dict, after: dict, gradients: list[dict]) ->
 def used(scored_params, grads: dict, parts: dict, facts: dict) -> Any:
   """<g, u> over the scored parameters, [K], from the whole gradient or from facts (see `directions.form`)."""
   total = 0.0
-  for param in scored_params:
-    label = param.label
-    found = facts[label][..., 1] if param.spec.in_backward else directions.products(param, grads[label], parts[label])
+  for p in scored_params:
+    found = facts[p.label][..., 1] if p.spec.in_backward else directions.products(p, grads[p.label], parts[p.label])
     total = total + found.reshape(-1, found.shape[-1]).sum(0)
   return total
 

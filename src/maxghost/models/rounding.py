@@ -67,8 +67,7 @@ class Rounded:
 
     @run.defjvp
     def _tangent(primals, tangents):
-      has = "quantised products have no derivative beside the straight-through gradient"
-      raise ValueError(f"{has}; use quantization=''")
+      raise ValueError("quantised products have no derivative but the straight-through gradient; use quantization=''")
 
     return run(x.astype(wide))
 

@@ -66,18 +66,20 @@ def remat_scan(f: Callable | None = None, *, segment_lengths: tuple[int, ...] = 
     segment_lengths: as in `scan`. length: L, where no argument has a layer axis.
     policy: a `jax.checkpoint` policy for the inside of each layer; None saves everything of the current segment.
 
-  Raises ValueError for lengths that do not divide, arguments that disagree in L, or a changed Variable of axis None.
+  Raises ValueError for lengths that do not divide or disagree, axes that do not fit, a changed Variable of axis None.
   """
   if f is None:
     axes = {"in_axes": in_axes, "out_axes": out_axes}
     return functools.partial(remat_scan, segment_lengths=segment_lengths, length=length, policy=policy, **axes)
-  if sum(axis is nnx.Carry for axis in in_axes) > 1:
-    raise ValueError("in_axes has several nnx.Carry; put what is carried into one pytree")
+  outputs = out_axes if isinstance(out_axes, tuple) else (out_axes,)
+  carries = [sum(axis is nnx.Carry for axis in axes) for axes in (in_axes, outputs)]
+  if carries not in ([0, 0], [1, 1]) or None in outputs:
+    raise ValueError("give nnx.Carry once in in_axes and once in out_axes, or in neither; other out_axes are numbers")
 
   def wrapped(*args):
     if len(args) != len(in_axes):
       raise ValueError(f"{len(args)} arguments, but in_axes has {len(in_axes)} entries")
-    call = _Call(f, args, in_axes, out_axes)
+    call = _Call(f, args, in_axes, outputs, isinstance(out_axes, tuple))
     carry, broadcast, scanned = (call.groups[kind] for kind in (nnx.Carry, None, int))
     lengths = {x.shape[0] for x in scanned.values()} | ({length} if length is not None else set())
     if len(lengths) != 1:
@@ -95,9 +97,8 @@ def remat_scan(f: Callable | None = None, *, segment_lengths: tuple[int, ...] = 
 class _Call:
   """One call of `remat_scan`. Its state are the arrays of all arguments: {(argument number, *path): array}."""
 
-  def __init__(self, f: Callable, args: tuple, in_axes: tuple, out_axes: Any):
-    self.f, self.args, self.several = f, args, isinstance(out_axes, tuple)
-    self.out_axes: tuple = out_axes if self.several else (out_axes,)
+  def __init__(self, f: Callable, args: tuple, in_axes: tuple, out_axes: tuple, several: bool):
+    self.f, self.args, self.out_axes, self.several = f, args, out_axes, several
     self.carry_at = in_axes.index(nnx.Carry) if nnx.Carry in self.out_axes else -1
     plain = tuple(arg if nnx.graph.is_graph_node(arg) else jax.tree.map(jnp.asarray, arg) for arg in args)
     self.graphdef, state = nnx.split(plain)
@@ -119,9 +120,11 @@ class _Call:
     """f on one layer. Returns (carry, (arrays that it changed or added, {position: output}))."""
     given = {**carry, **scanned, **broadcast}
     values = list(self.build(given))
-    out = self.f(*values)
+    out, carry, changed = self.f(*values), {}, {}
+    if self.several and (not isinstance(out, tuple) or len(out) != len(self.out_axes)):
+      found = f"a tuple of {len(out)}" if isinstance(out, tuple) else "no tuple"
+      raise ValueError(f"remat_scan has {len(self.out_axes)} out_axes, but the function returns {found}")
     out = dict(enumerate(out if self.several else (out,)))
-    carry, changed = {}, {}
     for position, axis in enumerate(self.out_axes):
       if axis is nnx.Carry:
         values[self.carry_at] = out.pop(position)
@@ -144,11 +147,9 @@ class _Call:
       if own and nnx.graph.is_graph_node(arg):
         nnx.update(arg, nnx.from_flat_state(own))
     final = self.build({path: carry.get(path, _array(leaf)) for path, leaf in self.given.items()})
-    outputs = []
-    for i, axis in enumerate(self.out_axes):
-      moved = lambda x, axis=axis: jnp.moveaxis(x, 0, axis)  # noqa: E731
-      outputs.append(final[self.carry_at] if axis is nnx.Carry else jax.tree.map(moved, out[i]))
-    return tuple(outputs) if self.several else outputs[0]
+    moved = {i: jax.tree.map(lambda x, i=i: jnp.moveaxis(x, 0, self.out_axes[i]), x) for i, x in out.items()}
+    outputs = tuple(moved.get(i, final[self.carry_at]) for i in range(len(self.out_axes)))
+    return outputs if self.several else outputs[0]
 
 
 def _array(leaf):

@@ -2,7 +2,7 @@
 
 Each op's backward pass forms the validation gradient from its validation rows. Unlike in GhostSuite, both halves keep
 their own mean, so scores are <grad l_i, G> without the factor V / (n + V)^2, and the parameter gradient is that of the
-training rows alone. Needs one validation set and rows of equal length.
+training rows alone. Needs one validation set, rows of equal length and one loss.
 """
 
 import jax
@@ -19,15 +19,18 @@ from maxghost.parallel.shardings import constrain_state
 def run(problem: Problem) -> Scored:
   twin, (_, params, rest), batch = problem.twin, problem.model, problem.batch
   assert twin is not None
+  loss_fn, val_loss = as_objective(problem.loss), as_objective(problem.val_losses[0])
+  if type(loss_fn) is not type(val_loss) or not vars(val_loss).items() <= vars(loss_fn).items():
+    said = f"ghost_schedule=concat has one loss for all rows, but {type(loss_fn).__name__}.validation gives another one"
+    raise ValueError(f"{said}; use ghost_schedule=two_pass")
   ignored = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
-  parts, _ = direction_parts(twin.scored, [ignored], problem.state)
-  directions = twin.direction_state(parts)
+  directions = twin.direction_state(direction_parts(twin.scored, [ignored], problem.state)[0])
   both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, problem.val_batches[0])
   rows = jax.tree.leaves(batch)[0].shape[0]
 
   def loss(params, probes):
     with pipeline.whole_rows(True):
-      losses, weights, _ = as_objective(problem.loss).measured(twin.merge(params, probes, directions, rest), both)
+      losses, weights, _ = loss_fn.measured(twin.merge(params, probes, directions, rest), both)
     train, val = passes.mean_loss(losses[:rows], weights[:rows]), passes.validation_mean(losses[rows:], weights[rows:])
     return train + val, (train, val, losses[:rows], passes.wide_weights(losses, weights)[:rows])
 

@@ -40,7 +40,7 @@ def run(problem: Problem) -> Scored:
   vals = tuple(Rows(layers, *rows) for rows in zip(val_losses, problem.val_batches, strict=True))
   train = Rows(layers, loss, batch, probed=True)
   passed = pipelined.Passed([*vals, train], [_embedded(rows)[0] for rows in (*vals, train)]) if on_stages else None
-  kept_K, hidden_K, *_ = zip(*(_forward(rows, passed, i) for i, rows in enumerate(vals)), strict=True)
+  kept_K, hidden_K, _, part_K = zip(*(_forward(rows, passed, i) for i, rows in enumerate(vals)), strict=True)
   val_heads = [_head(rows, validation_mean, hidden) for rows, hidden in zip(vals, hidden_K, strict=True)]
   head_gradients = [pull(jnp.ones_like(value)) for value, pull, _ in val_heads]
   boundaries, hidden, links, part = _forward(train, passed, -1)
@@ -48,18 +48,17 @@ def run(problem: Problem) -> Scored:
   parts, _ = direction_parts(layers.outer, against, state, layers.scalars)
   value, pull, (losses, weights, metrics) = _head(train, mean_loss, hidden, links, parts)
   head_grads, head_probes, cotangent, links = pull(jnp.ones_like(value))
-  beside, cotangent = part(cotangent)
-  below = Pair(tuple(ct for _, _, ct, _ in head_gradients), cotangent)
+  pairs = zip((*part_K, part), (*(ct for _, _, ct, _ in head_gradients), cotangent), strict=True)
+  beside, below = (Pair(found[:-1], found[-1]) for found in zip(*(part(ct) for part, ct in pairs), strict=True))
   if passed is not None:
     found, cotangents = passed.back(below)
   else:
     found, cotangents = back(Pair(vals, train), Pair(kept_K, boundaries), below, layers.stacked(), lengths)
-  pieces = zip(head_gradients, vals, cotangents.val, strict=True)
-  outer_gradients = [jax.tree.map(jnp.add, g, _embed(rows, ct)[0]) for (g, *_), rows, ct in pieces]
+  pieces = zip(head_gradients, vals, cotangents.val, beside.val, strict=True)
+  outer_gradients = [jax.tree.map(jnp.add, g, _embed(rows, *cts)[0]) for (g, *_), rows, *cts in pieces]
   against = extrapolated(problem.secant, [by_label(g) for g in outer_gradients])
   parts, shares = direction_parts(layers.outer, against, state, layers.scalars)
-  embedded = cotangents.train if beside is None else jax.tree.map(jnp.add, cotangents.train, beside)
-  embed_grads, embed_probes = _embed(train, embedded, links, parts)
+  embed_grads, embed_probes = _embed(train, cotangents.train, beside.train, links, parts)
   outer_grads = jax.tree.map(jnp.add, head_grads, embed_grads)
   probe_grads = layers.join(found["probes"], jax.tree.map(jnp.add, head_probes, embed_probes))
   grads = constrain_state(layers.join(found["grads"], outer_grads))
@@ -129,15 +128,16 @@ def _head(rows: Rows, mean: Callable, x, links: dict | None = None, parts: dict 
   return jax.vjp(head, rows.layers.outer_params, rows.outer_probes, x, links or {}, has_aux=True)
 
 
-def _embed(rows: Rows, cotangent, link_cotangents: dict | None = None, parts: dict | None = None):
-  """(gradients, probe gradients) of the lookup."""
+def _embed(rows: Rows, cotangent, beside, link_cotangents: dict | None = None, parts: dict | None = None):
+  """(gradients, probe gradients) of the lookup. beside: the cotangent of its output that `_forward`'s part gives."""
 
   def embed(outer_params, outer_probes):
     model = rows.model(outer_params, outer_probes, parts)
     return rows.loss.embed(model, rows.batch), _links(model)
 
   _, pull = jax.vjp(embed, rows.layers.outer_params, rows.outer_probes)
-  return pull((cotangent, link_cotangents or {}))
+  whole = cotangent if beside is None else jax.tree.map(jnp.add, cotangent, beside)
+  return pull((whole, link_cotangents or {}))
 
 
 def _links(model) -> dict:
