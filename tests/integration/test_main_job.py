@@ -25,7 +25,7 @@ KEYS = (
   "base_emb_dim=32",
   "base_mlp_dim=48",
   "head_dim=8",
-  "max_target_length=128",
+  "max_target_length=64",
   "per_device_batch_size=6",
   "dataset_domain_bytes=60000",
   "dropout_rate=0.1",
@@ -170,30 +170,45 @@ def test_score_rows_name_every_trained_document(command, left_alone):
     assert contribution[step] == pytest.approx(column[step], rel=1e-4, abs=1e-7)
 
 
-def test_killed_stopped_damaged_and_continued_it_is_the_same_run(command, left_alone):
-  run = command.folder / "broken"
+def test_stopped_damaged_killed_and_continued_it_is_the_same_run(command, left_alone):
+  """Without TensorBoard, whose import takes longer than these steps."""
+  run, name = command.folder / "broken", ("run_name=broken", "enable_tensorboard=false")
 
-  code, out, _ = command.stop_at(f"Saving a checkpoint after {PERIOD} ", signal.SIGKILL, "run_name=broken")
-  assert code == -signal.SIGKILL  # in the middle of the first checkpoint, or just after it
-  saved = checkpoints(run)
-
-  code, out, err = command.stop_at("completed step: 17,", signal.SIGINT, "run_name=broken")
-  assert code == 130 and "Ctrl-C received" in err
-  assert saved or "starts again at step 0" in out
+  code, out, err = command.stop_at("completed step: 17,", signal.SIGTERM, *name)
+  assert code == 0 and "SIGTERM received" in err
   stopped = checkpoints(run)[-1]
   assert 18 <= stopped < STEPS
   assert f"after {stopped} of {STEPS} steps; saved in {run / 'checkpoints' / str(stopped)}" in out
   assert [record["step"] for record in losses(run)] == list(range(stopped))
 
   flip_a_bit(run / "checkpoints" / str(stopped))
-  code, out, err = command.stop_at("Saving a checkpoint after 30 ", signal.SIGKILL, "run_name=broken")
+  code, out, err = command.stop_at("Saving a checkpoint after 30 ", signal.SIGKILL, *name)
   assert f"checkpoint {run / 'checkpoints' / str(stopped)} cannot be used" in out
   assert "Continuing after 16 completed steps" in out
   assert code == -signal.SIGKILL, out  # the last steps are done, the account is not closed
 
-  code, out, err = command.run("run_name=broken")
+  code, out, err = command.run(*name)
   assert code == 0 and "Training complete: 30 steps" in out
 
+  assert losses(run) == losses(command.folder / "alone")
+  assert scores(run) == scores(command.folder / "alone")
+
+
+def test_killed_at_its_first_checkpoint_and_stopped_by_ctrl_c_it_is_the_same_run(command, left_alone):
+  run, name = command.folder / "first", ("run_name=first", "enable_tensorboard=false")
+
+  code, out, _ = command.stop_at(f"Saving a checkpoint after {PERIOD} ", signal.SIGKILL, *name)
+  assert code == -signal.SIGKILL  # in the middle of the first checkpoint, or just after it
+  saved = checkpoints(run)
+
+  code, out, err = command.stop_at("completed step: 17,", signal.SIGINT, *name)
+  assert code == 130 and "Ctrl-C received" in err
+  assert saved or "starts again at step 0" in out
+  stopped = checkpoints(run)[-1]
+  assert [record["step"] for record in losses(run)] == list(range(stopped))
+
+  code, out, err = command.run(*name)
+  assert code == 0 and f"Continuing after {stopped} completed steps" in out
   assert losses(run) == losses(command.folder / "alone")
   assert scores(run) == scores(command.folder / "alone")
 
@@ -210,7 +225,7 @@ def test_a_complete_run_says_so_and_starts_nothing(command, left_alone):
   [
     (["run_name=alone", "learning_rate=1"], "learning_rate: the run has 0.003, the command 1.0"),
     (["run_name=alone", "steps=29"], "steps may only grow"),
-    (["run_name=alone", "steps=60", "per_device_batch_size=5"], "was trained with 6"),
+    (["run_name=alone", "steps=60", "per_device_batch_size=5", "enable_tensorboard=false"], "was trained with 6"),
     (["run_name=new", "base_output_directory=/dev/null/x"], "cannot write"),
     (["run_name=new", "ghost_exclude=no/such/*"], "no/such"),
     (["run_name=new", "local_checkpoint_period=2", "local_checkpoint_directory=/dev/null"], "Not a directory"),

@@ -88,6 +88,7 @@ def path_direction(G, g, m, v, *, count, kappa, b1, b2, eps):
 
 CASES = {
   "adam": {},
+  "reverse_scan": {"ghost_schedule": "reverse_scan"},
   "adam-float32": {"dtype": "float32", "weight_dtype": "float32"},
   "sgd": {"ghost_direction": "sgd", "lora_module_path": ".*/(query|wi_0|wo)", "scan_layers": False},
   "path": {"ghost_direction": "path", "lora_alpha": 7.0, "adam_weight_decay": 0.3},
@@ -124,7 +125,7 @@ def test_scores_are_those_of_the_merged_model_and_the_base_stays(case):
   assert out["grad_norm"] == pytest.approx(np.sqrt(sum((x**2).sum() for x in g.values())), rel=tolerance)
   scale, cfg = float(out["learning_rate"]) * float(out["clip_factor"]), run.cfg.optimizer
   adam = {"count": 1, "kappa": before.clip_factor, "b1": cfg.adam_b1, "b2": cfg.adam_b2, "eps": cfg.adam_eps}
-  if case in ("adam", "adam-float32", "forward_mode", "experts", "biases-tied"):
+  if case in ("adam", "reverse_scan", "adam-float32", "forward_mode", "experts", "biases-tied"):
     u = oracles.adam_direction(G, g, before.second, **adam)
   elif case == "path":
     u = path_direction(G, g, before.first, before.second, **adam)

@@ -65,16 +65,22 @@ def test_a_run_resumes_bit_for_bit_from_adapters_alone(runs, capsys):
   assert len(held) == 14 and all("/lora/" in name for name in held)
   assert "model/decoder/layers/mlp/wo/kernel" in positions["frozen"]
   assert sum(file.stat().st_size for file in (checkpoint / "items").rglob("*") if file.is_file()) < 400_000
-  with tiny.cheap_compilation(), tiny.one_device():
-    assert train.main(keys_of(folder / "broken", folder / "base" / "run")) == 0
+  base, moved = folder / "base", folder / "moved"
+  base.rename(moved)  # a base may move, but not change
+  try:
+    with tiny.cheap_compilation(), tiny.one_device():
+      assert train.main(keys_of(folder / "broken", moved / "run")) == 0
+  finally:
+    moved.rename(base)
+  assert config.load(folder / "broken" / "run" / "config.yml").checkpoint.given == str(moved / "run")
   assert "Continuing after 2 completed steps" in capsys.readouterr().out
   logs = [load(folder / name / "run") for name in ("whole", "broken")]
   np.testing.assert_array_equal(*(log["contribution"] for log in logs))
   assert compare.main([str(folder / name / "run" / "checkpoints" / last) for name in ("whole", "broken")]) == 0
 
 
-@pytest.mark.parametrize("what", ["changed", "gone", "moved"])
-def test_a_base_may_move_but_not_change(runs, what, capsys):
+@pytest.mark.parametrize("what", ["changed", "gone"])
+def test_a_base_may_not_change(runs, what, capsys):
   folder, _ = runs
   base, kept = folder / "base", folder / "kept"
   run_copies.interrupted(folder / "whole", folder / what)
@@ -83,17 +89,15 @@ def test_a_base_may_move_but_not_change(runs, what, capsys):
     with tiny.cheap_compilation(), tiny.one_device():
       if what == "changed":
         begin(base, 5)
-      code = train.main(keys_of(folder / what, (kept if what == "moved" else base) / "run"))
+      code = train.main(keys_of(folder / what, base / "run"))
   finally:
     shutil.rmtree(base, ignore_errors=True)
     kept.rename(base)
   found = capsys.readouterr().err
   if what == "changed":
     assert code == 1 and re.search("gives other frozen arrays than the run in .* began with", found)
-  elif what == "gone":
-    assert code == 2 and f"there is no model folder {base / 'run'}" in found
   else:
-    assert code == 0 and config.load(folder / what / "run" / "config.yml").checkpoint.given == str(kept / "run")
+    assert code == 2 and f"there is no model folder {base / 'run'}" in found
 
 
 def opened(*keys) -> tuple[config.Config, dict]:

@@ -3,6 +3,7 @@
 B = 9 rows in three micro-batches; micro-batch m holds rows m, m + 3, m + 6. Float64.
 """
 
+import functools
 from pathlib import Path
 from unittest import mock
 
@@ -132,8 +133,14 @@ def test_weights_may_be_narrower_than_what_is_computed():
     assert oracles.relative_error(split[label], gradient) < 1e-6, label
 
 
+@functools.cache
+def own_path() -> TwoSteps:
+  """AdamW's own direction."""
+  return TwoSteps(3)
+
+
 WHOLE = {
-  "path": {"mtp_num_layers": 0}, "adam": {"ghost_direction": "adam", "logits_via_embedding": True},
+  "path": {}, "adam": {"ghost_direction": "adam", "logits_via_embedding": True},
   "muon": {"opt_type": "muon"}, "secant": {"ghost_curvature": "secant", "ghost_val_refresh_steps": 0},
   "hessian": {"ghost_curvature": "hessian"}, "experts": routed.MIXTRAL,
 }  # fmt: skip
@@ -142,7 +149,8 @@ WHOLE = {
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_direction_that_needs_the_gradient_is_that_of_the_whole_batch(case):
   """Scores, account and update are those of schedule forward_mode without micro-batches; P_t has this step's factor."""
-  steps, expected = TwoSteps(3, **WHOLE[case]), TwoSteps(1, ghost_schedule="forward_mode", **WHOLE[case])
+  steps = own_path() if case == "path" else TwoSteps(3, **WHOLE[case])
+  expected = TwoSteps(1, ghost_schedule="forward_mode", **WHOLE[case])
   for i, (out, truth) in enumerate(zip(steps.out, expected.out, strict=True)):
     for name in ("score_dot_BSK", "contribution_BSK", "predicted_examples", "momentum", "grad_norm", "clip_factor"):
       assert oracles.relative_error(out[name], truth[name]) < 1e-9, name
@@ -160,7 +168,7 @@ def test_a_direction_that_needs_the_gradient_is_that_of_the_whole_batch(case):
 
 def test_the_columns_of_micro_batches_add_up_with_factors_too():
   """Factors of the whole batch's directions: what they leave out stands in the residual."""
-  steps, exact = (TwoSteps(3, **keys) for keys in ({"ghost_rank": 3}, {}))
+  steps, exact = TwoSteps(3, ghost_rank=3), own_path()
   with jax.enable_x64(True), tiny.cheap_compilation():
     gradients = oracles.ExampleGradients(tiny.make_model(tiny.make_config(**FLOAT64)))
     for i, out in enumerate(steps.out):
@@ -178,12 +186,18 @@ def test_the_columns_of_micro_batches_add_up_with_factors_too():
       assert np.corrcoef(scores, expected)[0, 1] > 0.9
 
 
-def test_factors_are_those_of_one_batch():
+BUT_ONE = tuple(f"*{part}*" for part in ("norm", "self_attention", "wi_", "embed", "logits"))
+
+
+@pytest.mark.parametrize("exclude", [(), BUT_ONE], ids=["all", "one matrix"])
+def test_factors_are_those_of_one_batch(exclude):
   """In the backward pass of one batch and before that of micro-batches: both suit products with its gradient."""
   changes = FLOAT64 | {"ghost_rank": 3, "gradient_clipping_threshold": 0.0, "base_num_decoder_layers": 1}
+  changes["ghost_exclude"] = exclude
   one, several = (Run(batch=UNEVEN, gradient_accumulation_steps=num, **changes).step(UNEVEN) for num in (1, 3))
   for name in ("contribution_BSK", "captured", "direction_residual"):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-9), one[name], several[name])
+  assert np.abs(one["direction_residual"]).max() > 1e-3 * np.abs(one["contribution_BSK"]).sum()
 
 
 @pytest.mark.parametrize(

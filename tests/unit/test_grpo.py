@@ -4,6 +4,7 @@ B=9 rows of T=24, P prompts, G answers to each, V vocabulary.
 """
 
 import json
+import shutil
 import types
 
 import jax
@@ -338,20 +339,30 @@ def test_every_answer_is_a_scored_row(finished):
   assert all("ghost/val_loss/add" in m for m in metrics)
 
 
+@pytest.fixture(scope="module")
+def of_three_steps(finished):
+  """(name of a run that was stopped between two steps on the same answers, a copy of its folder)."""
+  assert start(finished, **FINISHED, run_name="stopped-3", steps=3) == 0
+  return "stopped-3", shutil.copytree(finished / "runs/stopped-3", finished / "runs/odd")
+
+
 @pytest.mark.parametrize("stop", [3, 4])
-def test_a_run_that_was_stopped_samples_the_same_again(stop, finished):
+def test_a_run_that_was_stopped_samples_the_same_again(stop, finished, request):
   """Also between two steps on the same answers."""
   name = f"stopped-{stop}"
-  assert start(finished, **FINISHED, run_name=name, steps=stop) == 0
+  if stop == 3:
+    name, _ = request.getfixturevalue("of_three_steps")
+  else:
+    assert start(finished, **FINISHED, run_name=name, steps=stop) == 0
+  assert len(metrics_of(finished, name)) == stop
   assert start(finished, **FINISHED, run_name=name) == 0
   assert read(finished, name) == read(finished)
   keep = lambda m: {k: v for k, v in m.items() if not k.startswith("perf/")}  # noqa: E731
   assert [*map(keep, metrics_of(finished, name))] == [*map(keep, metrics_of(finished))]
 
 
-def test_steps_that_end_between_two_on_the_same_answers_cannot_be_gone_on_from(finished, capsys):
-  assert start(finished, **FINISHED, run_name="odd", steps=3) == 0
-  given = finished / "runs/odd/checkpoints/3"
+def test_steps_that_end_between_two_on_the_same_answers_cannot_be_gone_on_from(finished, of_three_steps, capsys):
+  given = of_three_steps[1] / "checkpoints/3"
   assert start(finished, **FINISHED, run_name="on", load_full_state_path=given) == 2
   said = f"num_iterations=2: load_full_state_path={given} keeps no answers of its 3 steps; use a divisor of 3"
   assert said in capsys.readouterr().err and not (finished / "runs/on").exists()

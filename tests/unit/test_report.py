@@ -545,6 +545,7 @@ def test_live_view(tmp_path):
 def test_the_live_view_answers_so_many_at_once(tmp_path, monkeypatch):
   """Connections that send nothing take a thread each, up to a bound, and are closed after a while."""
   monkeypatch.setattr(live._Handler, "timeout", 0.2)
+  monkeypatch.setattr(live, "MOST_REQUESTS", 4)
   server = live.LiveServer(tmp_path, 0, 5, with_texts=False)
   threading.Thread(target=server.serve_forever, daemon=True).start()
   before = threading.active_count()

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from maxghost import config, train
 from maxghost.config import ConfigError
-from maxghost.training import run_directory
+from maxghost.training import run_directory, session
 
 
 def make_config(tmp_path, **changes):
@@ -278,3 +279,20 @@ def test_a_config_that_was_changed_since_the_checkpoint_is_refused(tmp_path):
   run_directory.check_saved(tmp_path, saved | {"gone": 1, "ghost_reweight": True}, make_config(tmp_path, steps=7))
   with pytest.raises(ConfigError, match=r"learning_rate: the run has 0.001, the command 0.002"):
     run_directory.check_saved(tmp_path, saved, make_config(tmp_path, steps=7, learning_rate=0.002))
+
+
+@pytest.mark.parametrize(("rows", "advice"), [(6, "per_device_batch_size=3"), (7, "another number of devices")])
+def test_a_run_goes_on_with_as_many_rows_in_a_step(tmp_path, monkeypatch, rows, advice):
+  """Which key it is depends on the devices, so that the configurations alone do not tell."""
+  before, cfg = (make_config(tmp_path, per_device_batch_size=size) for size in (3, 4))
+  saved = json.loads(json.dumps(before.flat()))
+  found = SimpleNamespace(positions={"rows": rows, "config": saved})
+  begun = SimpleNamespace(
+    _plan=SimpleNamespace(rows=8, state=None, layout=SimpleNamespace(num_devices=2)), _cfg=cfg, _path=tmp_path,
+    _console=SimpleNamespace(line=print),
+    _open_checkpoints=lambda *_, **__: SimpleNamespace(restore_latest=lambda own: found),
+  )  # fmt: skip
+  monkeypatch.setattr(session.state, "saved_parts", lambda state: (None, {}))
+  said = f"size=4 on 2 devices is 8 rows per step, but .* was trained with {rows} .*; use {advice}, or another run_name"
+  with pytest.raises(ConfigError, match=said):
+    session.Session._restore(begun)

@@ -536,7 +536,7 @@ def test_the_command_serves_a_run_and_stops_gracefully(tmp_path):
   manager.save(3, {"model": to_tree(nnx.state(tiny.make_model(cfg)))}, {})
   manager.close()
   command = [sys.executable, "-m", "maxghost.serve", str(run), "--port", "0", "--slots", "2", "--cache", "200"]
-  environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
+  environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
     try:
       line = process.stdout.readline()

@@ -167,7 +167,7 @@ def test_the_thread_has_ended_before_python_does(monkeypatch):
 def test_a_process_without_a_sign_of_life_is_named_with_what_it_did(monkeypatch, capsys):
   """Process 2 beats, process 1 has stopped."""
   stopped = lambda own: own | {"beat": 5, "doing": "step 2: waits for train_step"}  # noqa: E731
-  said, codes = watched(monkeypatch, capsys, {1: stopped, 2: lambda own: own}, (), patience=0.5)
+  said, codes = watched(monkeypatch, capsys, {1: stopped, 2: lambda own: own}, (), patience=0.2)
   assert codes == [] and said.count("no sign of life") == 1
   assert said.startswith(
     "maxghost: process 1 has given no sign of life for 0 s (its last: step 2: waits for train_step);"
