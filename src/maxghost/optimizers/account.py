@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -29,9 +30,10 @@ def check_account(rule: UpdateRule, params: nnx.State, parameters: Mapping[str, 
     smallest.setdefault((variable.get_value().ndim, parameters[slash_path(path)].matrix), (path, variable))
 
   def random(seed: int, size: float = 1.0) -> nnx.State:
-    keys = jax.random.split(jax.random.key(seed), len(smallest))
-    made = [(path, variable.replace(size * jax.random.normal(key, variable.get_value().shape)))
-            for key, (path, variable) in zip(keys, smallest.values(), strict=True)]  # fmt: skip
+    drawn, made = np.random.default_rng(seed), []  # JAX would compile a program for each shape
+    for path, variable in smallest.values():
+      normal = size * drawn.standard_normal(variable.get_value().shape)
+      made.append((path, variable.replace(jnp.asarray(normal, float))))
     return nnx.from_flat_state(made)
 
   with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
