@@ -20,7 +20,9 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import adapters, config
 from maxghost.adapters import quantized
 from maxghost.config import ConfigError
+from maxghost.parallel.shardings import Layout
 from maxghost.training import state
+from maxghost.training.plan import Plan
 
 # The table of QLoRA, appendix E, to five digits.
 NF4 = np.array(
@@ -230,3 +232,14 @@ def test_what_a_run_reads_is_not_computed_first():
     assert np.asarray(x).tobytes() == np.asarray(whole[path]).tobytes(), path
   completed = traverse_util.flatten_dict(state.completed(traverse_util.unflatten_dict(read), cfg))
   assert completed.keys() == whole.keys() and not any(completed[path] is not None for path in read)
+
+
+@pytest.mark.parametrize("changes", [{}, routed.MIXTRAL])
+@pytest.mark.parametrize("qtype", ["int8", "nf4"])
+def test_a_run_counts_parameters_not_codes(qtype, changes):
+  """Two codes of nf4 are in a byte, and both forms have sizes besides."""
+  counts = []
+  for held in ("", qtype):
+    cfg = tiny.make_config(**(LORA | changes), lora_weight_qtype=held)
+    counts.append(Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:1])).num_params)
+  assert counts[0] == counts[1]

@@ -202,7 +202,6 @@ class TrainingLoop:
       rollouts=self._rollouts.position(completed) if self._rollouts else None,
       closing=closing and {name: np.asarray(value).tolist() for name, value in closing.items()},
     ).of_all_processes()  # fmt: skip
-    assert sinks.checkpoints is not None
     if not local:
       sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
       self._saved_steps = completed
