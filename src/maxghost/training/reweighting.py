@@ -38,10 +38,6 @@ class Reweighter:
     self._sums_2D = np.zeros((2, len(self._names)))  # nats and tokens of the interval
     self._changes: list[tuple[int, dict[str, float]]] = []
 
-  @property
-  def shares(self) -> dict[str, float]:
-    return dict(zip(self._names, self._shares_D.tolist(), strict=True))
-
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
     """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows not scored or not chosen do not count."""
     if self._writes and "contribution_BSK" in outputs and outputs["scored_ok"]:
@@ -58,7 +54,7 @@ class Reweighter:
       value_D = np.divide(nats_D, tokens_D, out=np.zeros_like(nats_D), where=seen_D)
       self._sums_2D = np.zeros_like(self._sums_2D)
       self._shares_D = reweighted(self._shares_D, value_D, seen_D, self._size, self._floor)
-      self._changes.append((step + LAG, self.shares))
+      self._changes.append((step + LAG, dict(zip(self._names, self._shares_D.tolist(), strict=True))))
       self._reader.schedule_mixture(self._changes)
     return {f"ghost/share/{name}": share for name, share in due[-1].items()}
 
@@ -84,5 +80,7 @@ def reweighted(shares_D, value_D, seen_D, step: float, floor: float) -> np.ndarr
   if not size > 0 or not math.isfinite(size):
     return shares_D
   value_D = np.where(seen_D, value_D, value_D[seen_D].mean())
-  shares_D = shares_D * np.exp(step * np.clip(value_D / size, -5, 5))
+  with np.errstate(divide="ignore"):  # a share that a large step made 0 stays 0
+    log_D = np.log(shares_D) + step * np.clip(value_D / size, -5, 5)
+  shares_D = np.exp(log_D - log_D.max())  # or a large step would overflow
   return floor + (1 - len(shares_D) * floor) * shares_D / shares_D.sum()
