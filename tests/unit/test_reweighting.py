@@ -100,6 +100,7 @@ def test_nothing_moves_where_nothing_was_earned():
 def test_shares_follow_the_value_and_the_rows_follow_the_shares():
   inputs, records, (_, state), _ = run(0, STEPS)
   _, shares = state["changes"][-1]
+  assert all(first >= STEPS for first, _ in state["changes"][1:]), "changes of the past are dropped"
   assert shares["digits"] > 0.75 > 0.3 > shares["brackets"]
   assert "ghost/share/digits" not in records[2 + LAG - 1]
   assert records[2 + LAG]["ghost/share/digits"] > 0.3
