@@ -80,6 +80,14 @@ def test_captured_energy_is_logged_per_layer():
   assert record["ghost/captured/mlp/wi"] == [[0.5], [0.75]]
 
 
+def test_a_step_that_is_not_scored_has_no_captured_share(tmp_path):
+  """A validation gradient that is not finite; the line must be JSON all the same."""
+  outputs = OUTPUTS | {"captured": {"wi": np.array([[np.nan], [0.75]], np.float32)}, "scored_ok": np.bool_(False)}
+  log = MetricsLog(tmp_path / "metrics.jsonl")
+  log.append(metrics.ghost_metrics(outputs, ("manual",)))
+  assert json.loads((tmp_path / "metrics.jsonl").read_text())["ghost/captured/wi"] == [[None], [0.75]]
+
+
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "param_norm"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_named(name, bad):
