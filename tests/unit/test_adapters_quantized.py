@@ -20,8 +20,9 @@ from train_steps import TRAIN, VALIDATION, Run
 from maxghost import adapters, config
 from maxghost.adapters import quantized
 from maxghost.config import ConfigError
-from maxghost.parallel.shardings import check_spread
+from maxghost.parallel.shardings import Layout, check_spread
 from maxghost.training import state
+from maxghost.training.plan import Plan
 
 # The table of QLoRA, appendix E, to five digits.
 NF4 = np.array(
@@ -242,3 +243,14 @@ def test_a_quantised_base_counts_among_the_weights_of_a_device():
     return check_spread(layout.abstract(state.abstract_split(cfg)[1]), layout, 10.0)
 
   assert share("nf4") == share("int8") == share("")
+
+
+@pytest.mark.parametrize("changes", [{}, routed.MIXTRAL])
+@pytest.mark.parametrize("qtype", ["int8", "nf4"])
+def test_a_run_counts_parameters_not_codes(qtype, changes):
+  """Two codes of nf4 are in a byte, and both forms have sizes besides."""
+  counts = []
+  for held in ("", qtype):
+    cfg = tiny.make_config(**(LORA | changes), lora_weight_qtype=held)
+    counts.append(Plan.of(cfg, Layout.of(cfg.parallel, jax.devices()[:1])).num_params)
+  assert counts[0] == counts[1]

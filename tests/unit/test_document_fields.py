@@ -18,7 +18,8 @@ from maxghost.data.sources import open_source
 from maxghost.scorelog import Writer
 from maxghost.scorelog.compact import compact
 from maxghost.scorelog.export import to_parquet
-from maxghost.training.score_recorder import DomainSums, open_recorder
+from maxghost.training import score_recorder
+from maxghost.training.score_recorder import DomainSums, ScoreRecorder, open_recorder
 
 BASE = dataclasses.replace(
   config.load().data, dataset_type="text", max_target_length=31, per_device_batch_size=4, ghost_val_sets=("b",)
@@ -417,3 +418,11 @@ def test_contributions_by_domain_are_metrics():
   assert sums(outputs | {"scored_ok": False}, Recorded([0, 1, 2, -1]))() == {}
   copy = DomainSums(("v", "w"), ("a", "b", "c"), names.__getitem__, writes=False)
   assert set(copy(outputs, Recorded([0, 1, 2, -1]))().values()) == {0.0}
+
+
+def test_a_long_run_holds_the_names_of_few_documents(monkeypatch):
+  monkeypatch.setattr(score_recorder, "HELD_DOCUMENTS", 3)
+  document = lambda index: ("a", str(index), 0)  # noqa: E731
+  for one in (DomainSums(("v",), ("a",), document), ScoreRecorder(None, document, ("a",))):
+    assert [one._name(index)[1] for index in (*range(9), 0)] == [*map(str, range(9)), "0"]
+    assert one._name.cache_info().currsize == 3

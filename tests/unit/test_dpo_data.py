@@ -83,6 +83,14 @@ def test_both_responses_are_in_the_same_slot_of_adjacent_rows(tmp_path, form):
   assert len(val.document_BS) == 4 and set(val.document_BS[val.document_BS >= 0].tolist()) <= held_out
 
 
+@pytest.mark.parametrize(("beta", "algo", "kept"), [(0.1, "simpo", "start"), (0.0, "simpo", ""), (0.0, "ipo", "start")])
+def test_answers_keep_their_reference_beside_pairs_that_need_none(beta, algo, kept):
+  """Without it the divergence would be that of the model from itself."""
+  keys = {"objective": "grpo", "packing": "none", "ghost_val_sets": ("manual", "pairs=pairs.jsonl@dpo")}
+  cfg = config.replace(config.load(), **keys, grpo_beta=beta, dpo_algo=algo)
+  assert cfg.reference == kept
+
+
 @pytest.mark.parametrize("others", [("prompt", "chosen", "rejected"), ()])
 def test_log_probabilities_of_the_reference_may_come_with_the_data(tmp_path, others):
   """Named beside the other columns, or alone."""

@@ -74,10 +74,13 @@ def test_predicted_drop_is_the_sum_of_its_columns_per_set():
   assert record["ghost/scored"] == 1
 
 
-def test_captured_energy_is_logged_per_layer():
-  captured = {"mlp/wi": np.array([[0.5], [0.75]], np.float32)}
+def test_captured_energy_is_logged_per_layer(tmp_path):
+  """As JSON, also where a validation gradient was not finite, so that the step is not scored."""
+  captured = {"mlp/wi": np.array([[0.5], [0.75]], np.float32), "wo": np.array([[np.nan]], np.float32)}
   record = metrics.ghost_metrics(OUTPUTS | {"captured": captured}, ("manual",))
   assert record["ghost/captured/mlp/wi"] == [[0.5], [0.75]]
+  MetricsLog(tmp_path / "metrics.jsonl").append(record)
+  assert json.loads((tmp_path / "metrics.jsonl").read_text())["ghost/captured/wo"] == [[None]]
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "param_norm"])
@@ -286,6 +289,15 @@ def test_the_last_lines_say_what_a_run_has_trained_on(keys, said, tmp_path):
   assert console.end_lines(SimpleNamespace(cfg=cfg), [], tmp_path)[0].startswith(f"Training complete: {said}")
   record = {"eval/avg_loss": 0.5, "eval/total_weights": 5.999999880790710}
   assert eval_line(1, record).endswith(", total_weights=6.0")
+
+
+@pytest.mark.parametrize(("loss", "said"), [("800.0", ["Held-out loss: 800.0000"]), ("null", [])])
+def test_a_held_out_loss_that_has_no_perplexity_or_is_not_finite(loss, said, tmp_path):
+  """The perplexity of a loss above 709 nats is no finite number, and null in metrics.jsonl."""
+  record = f'"learning/loss": 1.0, "learning/total_weights": 4, "eval/avg_loss": {loss}, "eval/avg_perplexity": null'
+  (tmp_path / "metrics.jsonl").write_text(f"{{{record}}}\n")
+  lines = console.end_lines(SimpleNamespace(cfg=config.load(None, "ghost_enabled=false")), [], tmp_path)
+  assert [line for line in lines if "Held-out" in line] == said
 
 
 def test_a_step_line_has_at_most_120_characters():

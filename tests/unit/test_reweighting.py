@@ -84,6 +84,13 @@ def test_the_floor_holds_and_a_domain_not_seen_moves_with_the_mean():
   np.testing.assert_allclose(unseen, [0.4, 0.4, 0.2])
 
 
+def test_a_large_step_leaves_shares():
+  before = np.array([0.5, 0.3, 0.2])
+  once = reweighted(before, np.array([1.0, 3.0, -2.0]), SOME, 1000.0, 0.0)
+  np.testing.assert_allclose(once, [0, 1, 0], atol=1e-12)
+  np.testing.assert_allclose(reweighted(once, np.array([9.0, -1.0, 1.0]), SOME, 1000.0, 0.0), once)
+
+
 def test_nothing_moves_where_nothing_was_earned():
   before = np.array([0.5, 0.3, 0.2])
   np.testing.assert_array_equal(reweighted(before, np.zeros(3), SOME, 0.5, 0.02), before)
@@ -91,8 +98,10 @@ def test_nothing_moves_where_nothing_was_earned():
 
 
 def test_shares_follow_the_value_and_the_rows_follow_the_shares():
-  inputs, records, _, reweighter = run(0, STEPS)
-  assert reweighter.shares["digits"] > 0.75 > 0.3 > reweighter.shares["brackets"]
+  inputs, records, (_, state), _ = run(0, STEPS)
+  _, shares = state["changes"][-1]
+  assert all(first >= STEPS for first, _ in state["changes"][1:]), "changes of the past are dropped"
+  assert shares["digits"] > 0.75 > 0.3 > shares["brackets"]
   assert "ghost/share/digits" not in records[2 + LAG - 1]
   assert records[2 + LAG]["ghost/share/digits"] > 0.3
   is_digits = [np.mean([bytes(row[row < 256].astype(np.uint8)).count(b"1") > 0 for row in batch]) for batch in inputs]

@@ -465,11 +465,10 @@ class Config:
   @property
   def reference(self) -> str:
     """What the frozen second model of the run is, as in `plugins.Objective`; "" where there is none."""
-    named = {self.optimizer.objective, *self.set_objectives}
-    used = (plugins.OBJECTIVES[name] for name in named)
+    without = {"dpo"} if self.optimizer.dpo_algo in plugins.WITHOUT_REFERENCE else set()
+    used = (plugins.OBJECTIVES[name] for name in {self.optimizer.objective, *self.set_objectives} - without)
     found = {one.reference for one in used if self.rollout.grpo_beta or not one.samples}
-    compares = "dpo" not in named or self.optimizer.dpo_algo not in plugins.WITHOUT_REFERENCE
-    if self.data.has_reference or not compares:
+    if self.data.has_reference:
       found -= {"start"}
     elif "start" in found and self.adapter.lora_rank and not self.adapter.lora_restore_path:
       found = {"base"}

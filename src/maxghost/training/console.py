@@ -151,9 +151,9 @@ def end_lines(plan: Plan, seconds: Sequence[float], path: Path) -> list[str]:
   if steady := seconds[1:]:  # the first step is a warm-up
     middle = median(steady)
     lines.append(f"Median step {middle:.3f} s, {plan.rows * plan.cfg.data.max_target_length / middle:,.0f} tokens/s")
-  if "eval/avg_loss" in last:
-    likely = f" (perplexity {last['eval/avg_perplexity']:.3f})" if "eval/avg_perplexity" in last else ""
-    lines.append(f"Held-out loss: {last['eval/avg_loss']:.4f}{likely}")
+  if (held_out := last.get("eval/avg_loss")) is not None:  # null where it was not finite
+    likely = f" (perplexity {perplexity:.3f})" if (perplexity := last.get("eval/avg_perplexity")) is not None else ""
+    lines.append(f"Held-out loss: {held_out:.4f}{likely}")
   lines += [ghost_line(records, name) for name in plan.cfg.val_sets]
   return [*lines, f"Report: python -m maxghost.report {shlex.quote(str(path))}"]
 

@@ -202,7 +202,6 @@ class TrainingLoop:
       rollouts=self._rollouts.position(completed) if self._rollouts else None,
       closing=closing and {name: np.asarray(value).tolist() for name, value in closing.items()},
     ).of_all_processes()  # fmt: skip
-    assert sinks.checkpoints is not None
     if not local:
       sinks.console.line(f"Saving a checkpoint after {completed} completed steps")
       self._saved_steps = completed
@@ -240,9 +239,7 @@ class TrainingLoop:
     if self._validation.closes(step):
       here = {"prev_val_loss": outputs.get("val_loss")} | {k: v for k, v in outputs.items() if k == "prev_predicted"}
       closing = self._close_step(step, here if replaced is None else replaced)
-    open_loss = self._position.open_loss
-    if self._validation.is_fresh(step):
-      open_loss = [float(loss) for loss in outputs["val_loss"]]
+    open_loss = outputs["val_loss"].tolist() if self._validation.is_fresh(step) else self._position.open_loss
     self._write_pending()
     record = {"step": step} | metrics.learning_metrics(outputs, self._cfg.optimizer.objective)
     record |= self._plan.rates(seconds) | fetched.metrics

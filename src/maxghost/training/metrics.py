@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from maxghost.config import ConfigError, plugins
 from maxghost.config.values import listed, naming
 
@@ -85,7 +87,7 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
       record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in columns)
       record |= {f"ghost/{column}/{name}": float(outputs[column][k]) for column in shown}
   for label, captured_LK in outputs.get("captured", {}).items():
-    record[f"ghost/captured/{label}"] = captured_LK.tolist()
+    record[f"ghost/captured/{label}"] = np.ma.masked_invalid(captured_LK).tolist()
   return record
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from maxghost import models
 from maxghost.config import Config, ModelConfig
 from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
@@ -110,9 +111,11 @@ class Plan:
     batch = devices.batch_shapes(self.cfg, self.rows, self.layout, apart=True)
     return self.state, batch, devices.validation_shapes(self.cfg, self.layout)
 
-  @property
+  @functools.cached_property
   def num_params(self) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(self.state["model"]))
+    """Parameters of the model and its adapters, however few bits hold a frozen one."""
+    adapters = [v for _, v in nnx.to_flat_state(self.state["model"]) if isinstance(v, nnx.LoRAParam)]
+    return sum(x.size for x in jax.tree.leaves([nnx.state(models.create_abstract(self.cfg)), adapters]))
 
   @functools.cached_property
   def flops(self) -> StepFlops:

@@ -20,7 +20,7 @@ import numpy as np
 from maxghost.config import GhostConfig
 from maxghost.parallel import distributed
 from maxghost.training.batches import NUM_AHEAD
-from maxghost.training.score_recorder import domain_numbers, scored_units
+from maxghost.training.score_recorder import HELD_DOCUMENTS, domain_numbers, scored_units
 
 LAG = NUM_AHEAD + 4  # when step s is read, step s + 1 runs and NUM_AHEAD + 1 batches are drawn ahead
 
@@ -33,14 +33,10 @@ class Reweighter:
   def __init__(self, ghost: GhostConfig, shares: Mapping[str, float], reader: Any, document_id: Callable, writes=True):
     self._reader, self._names, self._writes = reader, tuple(reader.mixture_domains), writes
     self._every, self._size, self._floor = ghost.reweighting
-    self._document = functools.cache(document_id)
+    self._document = functools.lru_cache(HELD_DOCUMENTS)(document_id)
     self._shares_D = np.array([shares[name] for name in self._names], np.float64)
     self._sums_2D = np.zeros((2, len(self._names)))  # nats and tokens of the interval
     self._changes: list[tuple[int, dict[str, float]]] = []
-
-  @property
-  def shares(self) -> dict[str, float]:
-    return dict(zip(self._names, self._shares_D.tolist(), strict=True))
 
   def observe(self, step: int, outputs: Mapping[str, np.ndarray], batch) -> dict[str, float]:
     """Adds a step's scores; returns ghost/share/<domain> of its batch. Rows not scored or not chosen do not count."""
@@ -51,16 +47,17 @@ class Reweighter:
       domain_N = domain_numbers(batch, counted_BS, self._document, self._names)
       values = outputs["contribution_BSK"][counted_BS].mean(-1, dtype=np.float64), outputs["tokens_BS"][counted_BS]
       self._sums_2D += [np.bincount(domain_N, value_N, len(self._names)) for value_N in values]
-    due = [shares for first, shares in self._changes if first <= step] or [{}]
+    past = sum(first <= step for first, _ in self._changes)  # of which later steps need the last alone
+    due, self._changes = self._changes[past - 1][1] if past else {}, self._changes[max(past - 1, 0) :]
     if (step + 1) % self._every == 0:
       nats_D, tokens_D = np.sum(distributed.gather(self._sums_2D.tolist()), 0)
       seen_D = tokens_D > 0
       value_D = np.divide(nats_D, tokens_D, out=np.zeros_like(nats_D), where=seen_D)
       self._sums_2D = np.zeros_like(self._sums_2D)
       self._shares_D = reweighted(self._shares_D, value_D, seen_D, self._size, self._floor)
-      self._changes.append((step + LAG, self.shares))
+      self._changes.append((step + LAG, dict(zip(self._names, self._shares_D.tolist(), strict=True))))
       self._reader.schedule_mixture(self._changes)
-    return {f"ghost/share/{name}": share for name, share in due[-1].items()}
+    return {f"ghost/share/{name}": share for name, share in due.items()}
 
   def state(self) -> dict:
     """The state for a resumed run, as JSON values, with the sums of every process; all must call it."""
@@ -84,5 +81,7 @@ def reweighted(shares_D, value_D, seen_D, step: float, floor: float) -> np.ndarr
   if not size > 0 or not math.isfinite(size):
     return shares_D
   value_D = np.where(seen_D, value_D, value_D[seen_D].mean())
-  shares_D = shares_D * np.exp(step * np.clip(value_D / size, -5, 5))
+  with np.errstate(divide="ignore"):  # a share that a large step made 0 stays 0
+    log_D = np.log(shares_D) + step * np.clip(value_D / size, -5, 5)
+  shares_D = np.exp(log_D - log_D.max())  # or a large step would overflow
   return floor + (1 - len(shares_D) * floor) * shares_D / shares_D.sum()

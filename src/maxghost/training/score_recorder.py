@@ -19,6 +19,7 @@ from maxghost.scorelog import Writer, selection, tokens
 from maxghost.scorelog.format import STEP_SCALARS, part_columns
 
 QUEUE_LENGTH = 8  # steps that may wait to be written
+HELD_DOCUMENTS = 1 << 16  # whose names are held in memory: a long run meets hundreds of millions
 # Columns of the score log, from arrays of the step's outputs.
 COLUMNS = {"tokens": "tokens_BS", "share": "share_BS", "loss": "loss_BS", "dot": "score_dot_BSK",
            "contribution": "contribution_BSK"}  # fmt: skip
@@ -100,7 +101,7 @@ class DomainSums:
   (domain, ...). writes: whether this process adds its rows; another process may have the same rows."""
 
   def __init__(self, val_sets: Sequence[str], domains: Sequence[str], document: Callable, writes: bool = True):
-    self._domains, self._name, self._writes = tuple(domains), functools.cache(document), writes
+    self._domains, self._name, self._writes = tuple(domains), functools.lru_cache(HELD_DOCUMENTS)(document), writes
     self._metrics = [f"ghost/contribution/{name}/{domain}" for name in val_sets for domain in domains]
     self._exchange = distributed.Exchange()
 
@@ -119,15 +120,15 @@ class DomainSums:
 class ScoreRecorder:
   """Feeds a Writer. An error of the writer (such as a full disk) is raised as ScoreLogError by the next call.
 
-  document: maps a document's index to (domain, path, offset, the writer's fields); called once per document. domains:
-  all domains, an axis of the contributions by parameter. reach_S: learning_rate_in_all of every step of the run; None
-  if unknown. slice_B: the slice of each row, the last field.
+  document: maps a document's index to (domain, path, offset, the writer's fields). domains: all domains, an axis of the
+  contributions by parameter. reach_S: learning_rate_in_all of every step of the run; None if unknown. slice_B: the
+  slice of each row, the last field.
   """
 
   def __init__(self, writer, document: Callable[[int], Sequence[Any]], domains: Sequence[str],
                reach_S: np.ndarray | None = None, slice_B: np.ndarray | None = None):  # fmt: skip
     self._writer, self._reach_S, self._slice_B = writer, reach_S, slice_B
-    self._domains, self._name = tuple(domains), functools.cache(document)
+    self._domains, self._name = tuple(domains), functools.lru_cache(HELD_DOCUMENTS)(document)
     self._error: BaseException | None = None
     self._pool = ThreadPoolExecutor(1, "score-recorder")
     self._waiting: deque[Future] = deque(maxlen=QUEUE_LENGTH)

@@ -162,8 +162,7 @@ def make_closing(cfg: Config, graphdef):
     val_batches = referenced(loss_fn, train_state, *val_batches)
     before, carries = scoring.rule_state(cfg, rule, train_state), cfg.ghost.carries_curvature
     if not whole or not (ledger.recalls(rule, before) or carries):
-      losses = passes.validation_losses(train_state.model, loss_fn, val_batches)
-      return {"prev_val_loss": constrain(losses, (None,))}
+      return {"prev_val_loss": constrain(passes.validation_losses(train_state.model, loss_fn, val_batches), (None,))}
     split = Model(*nnx.split(train_state.model, train_state.optimizer.wrt, ...))
     losses, gradients = passes.validation_gradients(split, loss_fn, val_batches)
     out: dict[str, Any] = {"prev_val_loss": constrain(losses, (None,))}
