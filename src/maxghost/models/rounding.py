@@ -67,7 +67,8 @@ class Rounded:
 
     @run.defjvp
     def _tangent(primals, tangents):
-      raise ValueError("quantised products have no derivative but the straight-through gradient; use quantization=''")
+      has = "quantised products have no derivative beside the straight-through gradient"
+      raise ValueError(f"{has}; use quantization=''")
 
     return run(x.astype(wide))
 

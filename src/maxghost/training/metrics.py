@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from maxghost.config import ConfigError, plugins
 from maxghost.config.values import listed, naming
 
@@ -87,7 +85,8 @@ def ghost_metrics(outputs: Mapping[str, Any], val_sets: tuple[str, ...]) -> dict
       record[f"ghost/predicted_drop/{name}"] = sum(float(outputs[column][k]) for column in columns)
       record |= {f"ghost/{column}/{name}": float(outputs[column][k]) for column in shown}
   for label, captured_LK in outputs.get("captured", {}).items():
-    record[f"ghost/captured/{label}"] = np.ma.masked_invalid(captured_LK).tolist()
+    rows = captured_LK.tolist()  # null in JSON where a validation gradient was not finite
+    record[f"ghost/captured/{label}"] = [[x if math.isfinite(x) else None for x in row] for row in rows]
   return record
 
 
