@@ -234,11 +234,12 @@ def test_what_a_run_reads_is_not_computed_first():
   assert completed.keys() == whole.keys() and not any(completed[path] is not None for path in read)
 
 
-def test_a_quantised_base_counts_among_the_weights_of_a_device():
+@pytest.mark.parametrize("model", [{}, routed.MIXTRAL])
+def test_a_quantised_base_counts_among_the_weights_of_a_device(model):
   """`sharding_tolerance` judges the same model alike, however few bits its frozen matrices have."""
 
   def share(qtype: str) -> str:
-    cfg = meshes.make_config({"ici_fsdp_parallelism": 2}, lora_rank=2, lora_weight_qtype=qtype)
+    cfg = meshes.make_config({"ici_fsdp_parallelism": 2}, lora_rank=2, lora_weight_qtype=qtype, **model)
     layout = meshes.make_layout(cfg, 2)
     return check_spread(layout.abstract(state.abstract_split(cfg)[1]), layout, 10.0)
 

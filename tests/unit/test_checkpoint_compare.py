@@ -209,6 +209,8 @@ def test_inspect_lists_every_leaf(tmp_path, capsys):
 @pytest.mark.parametrize("qtype", ["int8", "nf4", "int4"])
 def test_inspect_counts_the_parameters_of_a_quantised_matrix(tmp_path, qtype):
   """Its codes, of which a byte may hold two; not the sizes of its blocks, and a scale that is one of the model."""
-  query = quantized.quantize(np.ones((3, 8, 5), np.float32), qtype, 1, 1) | {"bias": np.ones((3, 5))}
-  save(tmp_path / "few", {"model": {"decoder": {"layers": {"query": query, "norm": {"scales": np.ones((3, 8))}}}}})
-  assert inspect_checkpoint.inspect(tmp_path / "few")["parameters"] == 3 * (8 * 5 + 5 + 8)
+  parts = quantized.quantize(np.ones((3, 8, 5), np.float32), qtype, 1, 1)
+  experts = {f"wi_0_{name}": part for name, part in parts.items()}
+  layers = {"query": parts | {"bias": np.ones((3, 5))}, "moe": experts, "norm": {"scales": np.ones((3, 8))}}
+  save(tmp_path / "few", {"model": {"decoder": {"layers": layers}}})
+  assert inspect_checkpoint.inspect(tmp_path / "few")["parameters"] == 3 * (2 * 8 * 5 + 5 + 8)

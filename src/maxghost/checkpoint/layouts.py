@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,8 @@ _PREFIXES = ("base", "model_params")
 _MODEL_KEYS = ("decoder", "encoder", "token_embedder", "vision_encoder", "audio_encoder", "shared_embedding")
 # Adafactor keeps rows and columns of a parameter: its path, not its shape.
 _FACTORED = (("v_row",), ("v_col",), ("v",))
-_OF_CODES = ("sizes", "size_scales", "size_means", "steps", "scales")  # parts of a quantised matrix beside its codes
+# Parts of a quantised matrix (`adapters.quantized.NAMES`) beside its codes; those of experts are wi_0_sizes.
+_OF_CODES = re.compile("(sizes|size_scales|size_means|steps|scales)$")
 _IN_MODEL = {("model",): "params", ("optimizer", "opt_state"): "opt_state", ("optimizer", "step"): "step"}
 _PLACES: dict[str, dict[Path, str]] = {
   LINEN: {("params", "params"): "params", ("opt_state",): "opt_state", ("step",): "step", ("nnx_aux", "model"): "aux"},
@@ -101,8 +103,10 @@ class Checkpoint:
     """How many the model has: of a quantised matrix (`adapters.quantized`) its codes, two of which are in a uint8."""
     leaves, total = self.params.leaves, 0
     for (path, layer), ref in leaves.items():
-      if path[-1] not in _OF_CODES or ((*path[:-1], "codes"), layer) not in leaves:
-        total += math.prod(ref.shape) * (2 if path[-1] == "codes" and ref.dtype == "uint8" else 1)
+      *module, name = path
+      codes = _OF_CODES.sub("codes", name)
+      if codes == name or ((*module, codes), layer) not in leaves:
+        total += math.prod(ref.shape) * (2 if name.endswith("codes") and ref.dtype == "uint8" else 1)
     return total
 
 

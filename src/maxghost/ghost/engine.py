@@ -31,7 +31,7 @@ from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
 _BOUND = (types.MethodType, types.CellType, functools.partial, property, staticmethod, classmethod)
-_LIBRARIES = ("flax", "jax", "maxghost", "numpy", "optax", *sys.stdlib_module_names)
+_LIBRARIES = sys.stdlib_module_names | {"flax", "jax", "maxghost", "numpy", "optax"}
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ class GhostEngine:
     if wrong := [label for label, x in by_label(params).items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
       said = f"{', '.join(wrong)}: complex and integer Params have no scores. Keep real and imaginary parts"
       raise ValueError(f"{said} in Params of their own, integers in an nnx.Variable")
-    identity, held = _identity(loss_fn, *{type(node): None for _, node in nnx.iter_graph(model)})
+    identity, held = _identity(loss_fn, *dict.fromkeys(getattr(node, "type", None) for node in graphdef.nodes))
     all_rows = np.ones(jax.tree.leaves(train_batch)[0].shape[0], bool)
     key = (graphdef, identity, _shapes(train_batch), _shapes(val_batches), many, *rules.RULES.values())
     try:
@@ -294,7 +294,7 @@ def check_batches(train_batch, val_batches: tuple = (), schedule: str = "two_pas
       raise ValueError("schedule=concat needs batches of equal arrays, dtypes and rows' shapes: use schedule=two_pass")
 
 
-def _identity(*roots: Callable):
+def _identity(*roots: object):
   """(key that identifies a loss function and the classes of a model by all that they read, objects to keep alive while
   the key is used)."""
   held, names, size = {id(root): root for root in roots}, {"__call__"}, None

@@ -325,6 +325,15 @@ def check_rules(abstract: nnx.State, layout: Layout) -> None:
       raise ConfigError(f"{said}; the axes of this model's weights are {own}")
 
 
+def parameters(state: nnx.State) -> Iterator[tuple[tuple, nnx.Variable, int]]:
+  """(path, Variable, how many parameters) of a model, adapters too. A quantised matrix (`adapters.quantized`) counts by
+  its codes, two of which are in a uint8."""
+  for path, variable in nnx.to_flat_state(state):
+    if isinstance(variable, nnx.Param) or str(path[-1]).endswith("codes"):  # wi_0_codes of experts
+      leaf = variable.get_value()
+      yield path, variable, leaf.size * (2 if leaf.dtype == np.uint8 else 1)
+
+
 def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
   """Returns a line that compares a device's share of the parameters with an even split over the weights' mesh axes.
 
@@ -334,11 +343,9 @@ def check_spread(abstract: nnx.State, layout: Layout, tolerance: float) -> str:
   total = held = 0
   whole: list[tuple[int, str]] = []
   axes: set[str] = set()
-  # A quantised matrix (`adapters.quantized`) counts by its codes, two of which are in a uint8.
-  for path, variable in nnx.to_flat_state(nnx.filter_state(abstract, nnx.Any(nnx.Param, nnx.PathContains("codes")))):
+  for path, variable, size in parameters(abstract):
     leaf = variable.get_value()
-    each = 2 if leaf.dtype == np.uint8 else 1
-    own, size = (each * math.prod(shape) for shape in (leaf.sharding.shard_shape(leaf.shape), leaf.shape))
+    own = size * math.prod(leaf.sharding.shard_shape(leaf.shape)) // leaf.size
     total, held = total + size, held + own
     if own == size:
       whole.append((size, slash_path(path)))

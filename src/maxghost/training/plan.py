@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxghost import models
 from maxghost.config import Config, ModelConfig
 from maxghost.parallel import distributed
 from maxghost.parallel.mesh import describe
-from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows
+from maxghost.parallel.shardings import Layout, OwnRows, check_rules, check_spread, own_rows, parameters
 from maxghost.training import devices, state
 from maxghost.training.diloco import Diloco
 from maxghost.training.memory import estimate
@@ -114,8 +113,7 @@ class Plan:
   @functools.cached_property
   def num_params(self) -> int:
     """Parameters of the model and its adapters, however few bits hold a frozen one."""
-    adapters = [v for _, v in nnx.to_flat_state(self.state["model"]) if isinstance(v, nnx.LoRAParam)]
-    return sum(x.size for x in jax.tree.leaves([nnx.state(models.create_abstract(self.cfg)), adapters]))
+    return sum(size for *_, size in parameters(self.state["model"]))
 
   @functools.cached_property
   def flops(self) -> StepFlops:

@@ -67,7 +67,8 @@ def load(files: Sequence[CorpusFile], cfg: DataConfig, *, cap: int = 0, whole: b
     read, place = functools.partial(read, opened, file.path, of), functools.partial(_place, opened, file.path, kind)
     for domain, here in _by_domain(file.domain, read if own else None, offset, size).items():
       if not domain.isprintable():
-        raise ConfigError(f"{place(int(offset[here[:1]].sum()))}: the domain {domain!r} holds control characters")
+        first = int(offset[here[0]]) if len(here) else 0
+        raise ConfigError(f"{place(first)}: the domain {domain!r} holds control characters")
       known.append(domain)
       if own and cfg.dataset_domains and domain not in cfg.dataset_domains:
         continue
@@ -187,8 +188,10 @@ def _read_text(opened: Opened, path: str, kind: str, offsets: list, sizes: list,
 def _bytes(opened: Opened, path: str, offset: int, size: int) -> bytes:
   file = opened.get(path)  # this reference keeps it open
   raw = file[offset : offset + size] if isinstance(file, bytes) else b""
-  while isinstance(file, _File) and (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
-    raw += more  # one call gives at most 2 GiB
+  while len(raw) < size and not isinstance(file, bytes):  # one call gives at most 2 GiB
+    if not (more := os.pread(file.fileno(), size - len(raw), offset + len(raw))):
+      break
+    raw += more
   if len(raw) < size:
     raise base.CorruptError(f"{path} ends at byte {offset + len(raw)}, inside the document at byte {offset}")
   return raw
