@@ -3,6 +3,7 @@
 S stages, R repeats, M micro-batches, L layers, B rows, D features.
 """
 
+import types
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ import pytest
 
 from maxghost import config, load_model
 from maxghost.config import ConfigError
+from maxghost.ghost.schedules.reverse_scan import pipelined
 from maxghost.interop import model_path
 from maxghost.models import attention_flash, pipeline, segments
+from maxghost.objectives import LanguageModelLoss
 from maxghost.parallel import collectives, stages
 from maxghost.parallel.shardings import Layout, setting, use
 from maxghost.training.plan import Plan
@@ -323,6 +326,12 @@ def test_what_a_pipeline_cannot_do_is_refused_before_jax(changes, message):
     config.replace(config.load(), **(keys | changes))
   if "offload_to_host" in changes:  # stages refuse it as a whole: no advice on what it needs without them
     assert "ghost_schedule" not in str(refused.value)
+
+
+def test_keys_of_layers_are_refused_where_stages_would_not_pass_them():
+  rows = types.SimpleNamespace(loss=LanguageModelLoss(dropout_key=jax.random.key(0)))
+  with pytest.raises(ConfigError, match="objective LanguageModelLoss gives its layers keys .*; use ici_stage_parallelism=1"):
+    pipelined.Passed([rows], [])
 
 
 @pytest.mark.parametrize(

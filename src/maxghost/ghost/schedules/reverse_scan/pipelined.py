@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxghost.config import ConfigError
 from maxghost.ghost.schedules.base import Secant
 from maxghost.ghost.schedules.reverse_scan import layer as layer_lib
 from maxghost.ghost.schedules.reverse_scan.layer import Kept, Layers, Pair, Rows
@@ -67,9 +68,15 @@ def passages(num_layers: int, num_rows: Sequence[int]) -> list[Passage]:
 
 
 class Passed:
-  """The forward pass of all batches, training rows last: `outputs` of the last layer, one for each batch."""
+  """The forward pass of all batches, training rows last: `outputs` of the last layer, one for each batch.
+
+  Raises ConfigError if the loss gives its layers keys, such as of dropout.
+  """
 
   def __init__(self, batches: Sequence[Rows], embedded: Sequence):
+    if keyed := [type(rows.loss).__name__ for rows in batches if rows.loss.layer_key(0) is not None]:
+      said = f"objective {keyed[0]} gives its layers keys (layer_key), which micro-batches of a pipeline would share"
+      raise ConfigError(f"{said}; use ici_stage_parallelism=1")
     self.batches, self.layers = batches, batches[0].layers
     rows = [jax.tree.leaves(x)[0].shape[0] for x in embedded]
     self.passages = passages(self.layers.stacked()[2].shape[0], rows)
