@@ -538,11 +538,6 @@ def test_live_view(tmp_path):
       assert refused.value.code == code
     with pytest.raises(ConfigError, match="cannot be used"):
       live.LiveServer(tmp_path, server.server_port, 5, with_texts=False)
-    of_loop = live.LiveServer(tmp_path / "ghost", 0, 5, with_texts=False)  # as GhostEngineManager writes it
-    of_loop.server_close()
-    before = of_loop.version()
-    write_log(tmp_path, [step] * 5)
-    assert of_loop.version() != before
   finally:
     server.shutdown()
     server.server_close()

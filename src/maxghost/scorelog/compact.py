@@ -19,8 +19,7 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
   """Merges the finished score files of a run; returns one line about each merge. A merged file replaces the last of its
   files; the others are removed afterwards, also those that an earlier compaction merged before it was killed. Files
   that a run in training may write again stay. Raises ConfigError as `load` does."""
-  places = Path(run_dir), Path(run_dir).resolve().parent  # of the run, where its `ghost` folder is given
-  running = any([_is_running(place) for place in places])  # before the log is opened: it may end at any time
+  running = any([_is_running(at) for at in (run_dir, run_dir.resolve().parent)])  # first, since it may end meanwhile
   log = load(run_dir, accept_lost_rows=accept_lost_rows)
   open_from = min((s.first_step for s in log.shards if running and not s.meta.get("closed")), default=None)
   groups = _groups([s for s in log.shards if open_from is None or s.last_step < open_from], rows_per_file)
