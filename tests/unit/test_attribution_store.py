@@ -1,7 +1,9 @@
 """The score log: exactly once across crashes, damaged files, several processes, bad input. K = 2 sets, N = 3 rows."""
 
+import fcntl
 import json
 import os
+import pathlib
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from maxghost import attribution
 from maxghost.config import ConfigError
 from maxghost.scorelog import Writer
 from maxghost.scorelog import format as fmt
+from maxghost.scorelog.compact import compact
 
 SETS = ("manual", "exams")
 PERIOD = 5
@@ -141,6 +144,92 @@ def test_an_early_flush_is_not_counted_twice(whole, tmp_path):
   assert not (tmp_path / "ghost" / "dot_prod_log_iter_7.npz").exists()
   (tmp_path / "ghost" / "dot_prod_log_iter_7.npz").write_bytes(early)
   assert_same(columns(tmp_path), columns(whole))
+
+
+def test_a_compaction_that_was_killed_loses_no_step_of_a_resumed_run(tmp_path, monkeypatch):
+  """The merged file stands beside those that were still to be removed, and sorts before them by its name."""
+  writer = Writer(tmp_path, SETS, period=PERIOD)
+  for step in range(15):
+    append_step(writer, step)
+    if step == 7:
+      position = writer.position()
+  writer.close()
+  before, removed = columns(tmp_path), []
+  unlink = pathlib.Path.unlink
+
+  def killed(path, **options):
+    removed.append(path)
+    if len(removed) > 1:
+      raise KeyboardInterrupt
+    unlink(path, **options)
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(pathlib.Path, "unlink", killed)
+    compact(tmp_path)
+  writer = Writer(tmp_path, SETS, period=PERIOD)
+  writer.restore(position)
+  assert attribution.load(tmp_path).steps["step"].tolist() == list(range(8))
+  for step in range(8, 15):
+    append_step(writer, step)
+  writer.close()
+  assert_same(columns(tmp_path), before)
+
+
+def test_the_open_file_of_a_run_in_training_stays_whichever_of_its_folders_is_named(tmp_path, monkeypatch):
+  writer = Writer(tmp_path, SETS, period=PERIOD)
+  for step in range(13):
+    append_step(writer, step)
+  writer.flush()
+  monkeypatch.chdir(tmp_path / "ghost")
+  with open(tmp_path / ".lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    compact(pathlib.Path())
+  for step in range(13, 15):
+    append_step(writer, step)
+  writer.close()
+  assert attribution.load(tmp_path).steps["step"].tolist() == list(range(15))
+
+
+def test_a_log_returns_to_a_step_between_those_it_holds(tmp_path):
+  """A loop of one's own need not score every step."""
+  writer = Writer(tmp_path, SETS, period=20)
+  for step in range(0, 20, 5):
+    append_step(writer, step)
+  writer.close()
+  writer = Writer(tmp_path, SETS, period=20)
+  writer.restore({"step": 7})
+  for step in (8, 13):
+    append_step(writer, step)
+  writer.close()
+  assert attribution.load(tmp_path).steps["step"].tolist() == [0, 5, 8, 13]
+
+
+def test_rows_keep_what_was_said_of_them_when_a_log_goes_on_under_another_direction(tmp_path):
+  writer = Writer(tmp_path, SETS, period=20, direction="adam", fingerprint="then")
+  for step in range(6):
+    append_step(writer, step)
+    if step == 3:
+      position = writer.position()
+  writer.close()
+  writer = Writer(tmp_path, SETS, period=20, direction="path", fingerprint="now")
+  writer.restore(position)
+  for step in range(4, 9):
+    append_step(writer, step)
+  writer.close()
+  shards = attribution.load(tmp_path).shards
+  said = {(s.first_step, s.last_step): (s.meta["direction"], s.meta["fingerprint"]) for s in shards}
+  assert said == {(0, 3): ("adam", "then"), (4, 8): ("path", "now")}
+
+
+def test_a_log_of_other_validation_sets_is_refused_unchanged(tmp_path):
+  writer = Writer(tmp_path, SETS, period=PERIOD)
+  for step in range(6):
+    append_step(writer, step)
+  writer.close()
+  before = {path.name: path.read_bytes() for path in (tmp_path / "ghost").iterdir()}
+  with pytest.raises(ConfigError, match="scored against the validation sets"):
+    Writer(tmp_path, ("other",), period=PERIOD).restore({"step": 2})
+  assert {path.name: path.read_bytes() for path in (tmp_path / "ghost").iterdir()} == before
 
 
 def test_files_missing_since_the_checkpoint_are_said(tmp_path, capsys):

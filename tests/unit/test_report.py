@@ -473,11 +473,12 @@ def test_report_does_not_import_jax():
 
 def test_metrics_file_with_bad_lines(tmp_path):
   lines = [{"step": 1, "learning/loss": 3.0}, {"step": 0, "learning/loss": 4.0, "x": None, "flag": True}]
-  text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1e999}\n{"step": 2, "learn'
+  wrong = ['{"step": 1e999}', '{"step": 2, "x": %s}' % ("9" * 400), "[" * 9999, '{"step": 2, "learn']
+  text = "".join(json.dumps(line) + "\n" for line in lines) + "\n".join(wrong)
   (tmp_path / "metrics.jsonl").write_text(text)
   metrics, samples, messages = read_metrics(tmp_path / "metrics.jsonl")
   assert samples == [] and list(metrics) == ["learning/loss"] and metrics["learning/loss"].values.tolist() == [4.0, 3.0]
-  assert messages == ["metrics.jsonl: 2 lines could not be read and were left out"]
+  assert messages == ["metrics.jsonl: 4 lines could not be read and were left out"]
 
 
 def test_what_the_model_wrote_is_shown(tmp_path):

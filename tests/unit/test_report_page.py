@@ -225,6 +225,22 @@ def test_names_written_from_the_right_keep_their_numbers(tmp_path):
   assert f"<bdi>{name}</bdi> · <bdi>{name}/file.txt</bdi> @ 7</span>" in page
 
 
+def test_a_single_domain_beyond_those_with_a_colour_keeps_its_name(tmp_path):
+  rows = [(name, "x", 0, 0, 10, 8.0 - i) for i, name in enumerate("abcdefgh")]
+  page = render(summarize(attribution.load(write_log(tmp_path, [({"predicted_examples": 36.0}, rows)] * 3))))
+  assert ">h</text>" in page and "1 others" not in page
+
+
+def test_the_live_view_is_renewed_for_a_log_beside_the_page(tmp_path):
+  """GhostEngineManager writes its files into the folder itself."""
+  write_log(tmp_path, [({}, [("a", "x", 0, 0, 5, 1.0)])])
+  server = live.LiveServer(tmp_path / "ghost", 0, 5, with_texts=False)
+  server.server_close()
+  before = server.version()
+  write_log(tmp_path, [({}, [("a", "x", 0, 0, 5, 1.0)])] * 2)
+  assert server.version() != before
+
+
 def test_a_curve_beyond_the_scored_steps_stays_in_its_chart():
   """Metrics are written in every step, scores once in an interval: the axis reaches as far as the longest curve."""
   lines = [Line("validation", np.arange(20), np.linspace(3, 2, 20), 8), Line("training", np.arange(45), np.ones(45), 7)]

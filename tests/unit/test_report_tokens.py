@@ -69,6 +69,16 @@ def test_a_chunk_that_ends_inside_a_character_keeps_its_value():
   assert token_values._pieces([0xE9], np.ones(1), tokenizer)[1] == ("\ufffd",), "a page of nothing but such a chunk"
 
 
+def test_a_document_without_a_position_in_its_row_has_no_tokens_to_mark(run_dir):
+  """Where rows are cut from a stream, the last token of one may be the first of a document."""
+  write(run_dir, 9, 0.0)
+  path = run_dir / "ghost" / "tokens" / "step_9.npz"
+  file = dict(np.load(path)) | {"inputs_segmentation": np.ones((2, 7), np.int32)}
+  np.savez(path, **file)
+  assert token_values.find(run_dir, [[("words", "x", 5)]], {}, False) == ({}, [])
+  shutil.rmtree(run_dir / "ghost" / "tokens")
+
+
 def test_the_page_marks_pieces_by_size_and_sign(run_dir):
   log = attribution.load(run_dir)
   plain = render(summary.summarize(log, 2, Source(run_dir)))

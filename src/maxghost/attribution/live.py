@@ -48,7 +48,7 @@ class LiveServer(http.server.ThreadingHTTPServer):
 
   def version(self) -> str:
     """Digest of the names, sizes and times of the report's input files; it changes when the run has written."""
-    files, known = [*(self._run_dir / "ghost").glob("**/*"), self._run_dir / "metrics.jsonl"], []
+    files, known = [*(self._run_dir / "ghost").glob("**/*"), *self._run_dir.glob("*")], []
     for path in sorted(path for path in files if path.suffix in (".npz", ".jsonl")):
       with contextlib.suppress(FileNotFoundError):  # replaced by a longer file this very moment
         status = path.stat()

@@ -34,14 +34,14 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], list[tuple[int, str]], 
       try:
         record = json.loads(line)
         step = int(record.pop("step"))
-      except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        numbers = {name: float(value) for name, value in record.items() if type(value) in (int, float)}
+      except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         unreadable += 1
         continue
-      for name, value in record.items():
-        if type(value) in (int, float):
-          columns.setdefault(name, {})[step] = float(value)
-        elif name == "sample/text":
-          samples[step] = str(value)
+      for name, value in numbers.items():
+        columns.setdefault(name, {})[step] = value
+      if "sample/text" in record:
+        samples[step] = str(record["sample/text"])
   messages = [f"{path.name}: {unreadable} lines could not be read and were left out"] if unreadable else []
   ordered = {name: zip(*sorted(points.items()), strict=True) for name, points in columns.items()}
   return {name: Series(*map(np.array, pairs)) for name, pairs in ordered.items()}, sorted(samples.items()), messages

@@ -57,7 +57,7 @@ def find(
       continue
     for k, keys in enumerate(map(set, wanted)):
       for key, ids, values in _documents(file, k):
-        if key in keys and ((k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum())):
+        if key in keys and len(ids) and ((k, key) not in best or abs(values.sum()) > abs(best[k, key][2].sum())):
           best[k, key] = (step, ids, values)
   return {key: Marked(step, *_pieces(ids, values, tokenizer)) for key, (step, ids, values) in best.items()}, messages
 

@@ -19,7 +19,8 @@ def compact(run_dir: Path, rows_per_file: int = ROWS_PER_FILE, accept_lost_rows:
   """Merges the finished score files of a run; returns one line about each merge. A merged file replaces the last of its
   files; the others are removed afterwards, also those that an earlier compaction merged before it was killed. Files
   that a run in training may write again stay. Raises ConfigError as `load` does."""
-  log, running = load(run_dir, accept_lost_rows=accept_lost_rows), _is_running(run_dir)
+  running = any([_is_running(at) for at in (run_dir, run_dir.resolve().parent)])  # first, since it may end meanwhile
+  log = load(run_dir, accept_lost_rows=accept_lost_rows)
   open_from = min((s.first_step for s in log.shards if running and not s.meta.get("closed")), default=None)
   groups = _groups([s for s in log.shards if open_from is None or s.last_step < open_from], rows_per_file)
   lines = [f"left as it is: {message}" for message in log.messages]
@@ -55,7 +56,7 @@ def _left_behind(shards: list[Shard]) -> list[Path]:
 
 def _is_running(run_dir: Path) -> bool:
   """Whether a training process holds the run's lock."""
-  with contextlib.suppress(FileNotFoundError), open(Path(run_dir) / ".lock") as file:
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(run_dir / ".lock") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

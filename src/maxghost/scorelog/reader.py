@@ -38,8 +38,7 @@ def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
     raise ConfigError(f"run_dir={run_dir}: none of {len(lost)} score files is readable ({lost[0]})")
   if shards:
     log = ScoreLog(run_dir, shards, accept_lost_rows)
-    lost += [*_missing(log.shards, written), *_unread(folder)]
-    lost += log.lost_beside(folder)
+    lost += [*_missing(log.shards, written), *_unread(folder), *log.lost_beside(folder)]
     if lost and not accept_lost_rows:
       more = [f"and {len(lost) - SHOWN_LOSSES} more"] if len(lost) > SHOWN_LOSSES else []
       way = "Put the files back, or go on without them: --accept-lost-rows (in Python accept_lost_rows=True)"

@@ -23,10 +23,11 @@ from maxghost.scorelog.reader import ScoreLog
 from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered, write_shard
 
 REQUIRED = ("tokens", "loss", "dot", "contribution")
+SAID = ("direction", "fingerprint")  # of the rows in the header of their file
 
 
 class Interval:
-  """Steps without a final file. before: steps and rows before them. replaced: an early flush's file."""
+  """Steps without a final file. before: steps and rows before them. replaced: an early flush's file, with its SAID."""
 
   def __init__(self, num_sets: int, ledger: Sequence[str], before: tuple[int, int], fields: Sequence[str], parts):
     self._num_sets, self._ledger, self.before = num_sets, ledger, before
@@ -37,6 +38,7 @@ class Interval:
     self.rows: list[np.ndarray] = []
     self.modules: list[fmt.Modules] = []
     self.replaced: Path | None = None
+    self.said: dict[str, Any] = {}
 
   @property
   def first_step(self) -> int:
@@ -112,7 +114,7 @@ class Interval:
       kept = modules.steps <= last_step
       values = modules.contribution_SMLDK[kept]
       interval.modules = [fmt.Modules(modules.names, modules.domains, modules.steps[kept], values)]
-    interval.replaced = shard.path
+    interval.replaced, interval.said = shard.path, {name: shard.meta[name] for name in SAID}
     return interval
 
 
@@ -201,29 +203,26 @@ class Writer:
       other.folder, other.ledger, other._about = self.folder, self.ledger, self._about | {"process_index": process}
       other.restore(None if position is None else {"step": last_step})
     self._last_step, self._restored = last_step, True
-    (self.folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
-    kept: list[Shard] = []
+    found: list[Shard] = []
     # Partial files that this process left when it was killed, and files of later steps.
     dropped = [path for path in self.folder.glob(".*.tmp") if fmt.process_of(path.name) == self._process_index]
     for path, step in self._own_files():
       try:
-        shard = Shard(path)
+        found.append(Shard(path))
       except DamagedShard as error:
         print(f"maxghost: {error}; its scores are lost up to step {last_step}", file=sys.stderr)
-        if step > last_step:
-          dropped.append(path)
-        continue
-      if shard.first_step > last_step:
-        dropped.append(path)
-        continue
-      if shard.val_sets != self.val_sets:
-        sets = f"{', '.join(shard.val_sets)}, this run against {', '.join(self.val_sets)}"
-        said = f"{path}: scored against the validation sets {sets}"
-        raise ConfigError(f"{said}; continue with the same sets or under another run_name")
+        dropped += [path] if step > last_step else []
+    kept = [shard for shard in found if shard.first_step <= last_step]
+    if others := [shard for shard in kept if shard.val_sets != self.val_sets]:
+      sets = f"{', '.join(others[0].val_sets)}, this run against {', '.join(self.val_sets)}"
+      said = f"{others[0].path}: scored against the validation sets {sets}"
+      raise ConfigError(f"{said}; continue with the same sets or under another run_name")
+    (self.folder / fmt.position_name(self._process_index)).unlink(missing_ok=True)
+    kept = drop_covered(kept)  # cut at the same step, what lies inside another file would take its place
+    dropped += [shard.path for shard in found if shard not in kept and shard.last_step > last_step]
+    for place, shard in enumerate(kept):
       if shard.last_step > last_step:
-        self._write(Interval.load(shard, last_step, self.ledger, self.fields))
-        shard = Shard(self._path(last_step))
-      kept.append(shard)
+        kept[place] = Shard(self._write(Interval.load(shard, last_step, self.ledger, self.fields)))
     for path in dropped:
       path.unlink(missing_ok=True)
     self.folder.mkdir(parents=True, exist_ok=True)  # it may have been lost
@@ -233,11 +232,11 @@ class Writer:
   def _count(self, kept: list[Shard], position: Mapping[str, int] | None) -> None:
     """Counts the kept files, reports what is missing and loads an unfinished last interval into memory."""
     found, end, pending = (0, 0), (0, 0), None
-    kept = drop_covered(kept)
     for shard in kept:
       found, end = (found[0] + len(shard.steps), found[1] + shard.num_rows), shard.after
       unfinished = (self._last_step + 1) % self._period and shard.last_step == self._last_step
-      if unfinished and shard.first_step // self._period == self._last_step // self._period:
+      same = all(shard.meta[name] == self._about[name] for name in SAID)
+      if unfinished and same and shard.first_step // self._period == self._last_step // self._period:
         pending = Interval.load(shard, self._last_step, self.ledger, self.fields)
     self._num_steps, self._num_rows = end
     if position is not None and "num_steps" in position:  # what was written counts, so that a reader sees the gap
@@ -268,10 +267,10 @@ class Writer:
     self._write(self._pending, closed=True)
     self._pending = self._new_interval()
 
-  def _write(self, interval: Interval, closed: bool = False) -> None:
+  def _write(self, interval: Interval, closed: bool = False) -> Path:
     """Writes the interval's file and removes the one it replaces. closed: it will not be written again."""
     path = self._path(interval.last_step)
-    meta = self._about | {"first_step": interval.first_step, "last_step": interval.last_step}
+    meta = self._about | interval.said | {"first_step": interval.first_step, "last_step": interval.last_step}
     meta |= {"before": interval.before, "closed": closed}
     meta["processes"] = sorted(fmt.process_of(path.name) for path in self.folder.glob("position*.json"))
     steps, num_rows = np.concatenate(interval.steps), sum(map(len, interval.rows))
@@ -281,6 +280,7 @@ class Writer:
     if interval.replaced not in (None, path):
       interval.replaced.unlink(missing_ok=True)
     interval.replaced = path
+    return path
 
   def _note(self, step: int, num_steps: int, num_rows: int) -> None:
     position = {"step": step, "num_steps": num_steps, "num_rows": num_rows}

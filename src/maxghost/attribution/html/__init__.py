@@ -83,7 +83,7 @@ def _domain_lines(part: SetSummary, colors: dict[str, int]) -> tuple[list[Line],
   cumulative, value = [], []
   for color in np.unique(color_D).tolist():
     members = np.flatnonzero(color_D == color)
-    name = time.domains[members[0]] if color < NUM_COLORS - 1 else f"{len(members)} others"
+    name = time.domains[members[0]] if len(members) == 1 else f"{len(members)} others"
     contribution, tokens = contribution_DB[members].sum(0), tokens_DB[members].sum(0)
     cumulative.append(Line(name, np.append(time.edges[0], ends), np.append(0.0, np.cumsum(contribution)), color))
     block, weight = statistics.to_blocks(contribution), statistics.to_blocks(tokens)
