@@ -1,7 +1,9 @@
 """`GhostEngineManager` around a hand-written loop, and the foreign-model example."""
 
+import dataclasses
 import json
 import runpy
+import types
 from pathlib import Path
 
 import jax
@@ -81,9 +83,23 @@ def test_a_hand_written_loop(engine, tmp_path):
   assert set(log["path"]) == {"ids"}
   np.testing.assert_array_equal(log["dot"], np.concatenate([r.dot.T for r in expected]))
   np.testing.assert_array_equal(log["contribution"], np.concatenate([r.additive.T for r in expected]))
-  np.testing.assert_allclose(log["share"], np.concatenate([b["w"] / b["w"].sum() for b in BATCHES]), rtol=1e-5)
+  np.testing.assert_allclose(log["share"], np.concatenate([b["w"] / b["w"].sum() for b in BATCHES]), rtol=1e-6)
   np.testing.assert_allclose(log.steps["loss"], [float(r.loss) for r in expected])
   np.testing.assert_array_equal(log.steps["val_loss"], np.stack([r.val_loss for r in expected]))
+
+
+def test_an_example_of_dot_zero_has_its_share(engine, tmp_path):
+  manager = make_manager(engine, tmp_path)
+  with tiny.cheap_compilation():
+    result = engine.score(manager.model, BATCHES[0], VALS, loss_fn=loss_fn)
+  zero = jax.numpy.zeros_like(result.dot)
+  manager.engine = types.SimpleNamespace(score=lambda *_, **__: dataclasses.replace(result, dot=zero, additive=zero))
+  manager.attach_train_batch(BATCHES[0])
+  manager.prepare_gradients()
+  manager.aggregate_and_log(0)
+  manager.cleanup()
+  weights = BATCHES[0]["w"]
+  np.testing.assert_allclose(scorelog.load(tmp_path / "scores")["share"], weights / weights.sum(), rtol=1e-6)
 
 
 def test_every_command_reads_the_log_and_a_loop_that_starts_again_continues_it(engine, tmp_path, capsys):

@@ -55,7 +55,8 @@ class GhostResult:
     direction 'sgd'). 0 for an example without weight.
   per_param: {path: [*stack(, K), n]}; the sum over paths and layers is dot. Engine perexample sums stacked layers:
     [n] or [K, n]. Empty for engine 'jvp'.
-  additive: f32[n], w_i * dot_i with w_i the example's share of the batch's weight; can be summed over examples.
+  share: f32[n], w_i, the example's share of the batch's weight; without a set axis.
+  additive: f32[n], w_i * dot_i; can be summed over examples.
   per_position: like additive with a trailing position axis, or None. Engine graddotprod credits the position where a
     parameter was used, engine jvp the position of the loss.
   grads: State of the gradient of the batch loss, with the paths of nnx.Param.
@@ -63,6 +64,7 @@ class GhostResult:
   """
 
   dot: jax.Array
+  share: jax.Array
   additive: jax.Array
   per_param: dict
   per_position: jax.Array | None
@@ -255,7 +257,7 @@ class GhostEngine:
     by_set = lambda x, axis=0: x if many else x.squeeze(axis)  # noqa: E731
     dot = {label: v * jnp.expand_dims(per_share, range(v.ndim - 1)) for label, v in per_param.items()}
     return GhostResult(
-      dot=by_set(additive * per_share[None]), additive=by_set(additive),
+      dot=by_set(additive * per_share[None]), share=share, additive=by_set(additive),
       per_param={label: by_set(v, v.ndim - 2) for label, v in dot.items()},
       per_position=by_set(scored.additive) if self.per_position and with_positions else None, grads=out.grads,
       loss=out.loss, val_loss=by_set(scored.val_loss),

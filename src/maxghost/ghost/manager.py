@@ -92,11 +92,10 @@ class GhostEngineManager:
         print(f"maxghost: {self.output_dir}: scores from step {step} on are replaced", file=sys.stderr)
       self._writer.restore({"step": step - 1} if step else None)
     dot_NK, additive_NK = (np.atleast_2d(np.asarray(values)).T for values in (result.dot, result.additive))
-    count, largest = len(dot_NK), np.abs(dot_NK).argmax(1)[:, None]
-    dot_N, additive_N = (np.take_along_axis(values, largest, 1)[:, 0] for values in (dot_NK, additive_NK))
+    count = len(dot_NK)
     rows = {
       "tokens": np.ones(count),  # only the loss function knows the tokens
-      "share": additive_N / np.where(dot_N != 0, dot_N, 1),
+      "share": np.asarray(result.share),
       "loss": np.full(count, np.nan),
       "dot": dot_NK,
       "contribution": learning_rate * additive_NK,
