@@ -330,7 +330,7 @@ def test_what_a_pipeline_cannot_do_is_refused_before_jax(changes, message):
 
 def test_keys_of_layers_are_refused_where_stages_would_not_pass_them():
   rows = types.SimpleNamespace(loss=LanguageModelLoss(dropout_key=jax.random.key(0)))
-  with pytest.raises(ConfigError, match="objective LanguageModelLoss gives its layers keys .*; use ici_stage_parallelism=1"):
+  with pytest.raises(ConfigError, match=r"LanguageModelLoss gives its layers keys .*; use ici_stage_parallelism=1"):
     pipelined.Passed([rows], [])
 
 
