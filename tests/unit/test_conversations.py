@@ -21,7 +21,7 @@ from maxghost import config, data
 from maxghost.attribution.corpus import Corpus
 from maxghost.config import ConfigError
 from maxghost.data import chat, tokenizer_files
-from maxghost.data.conversations import Rendering
+from maxghost.data.conversations import ConversationUnits, Rendering
 from maxghost.data.tokenizers import ByteTokenizer, load_tokenizer
 
 WORDS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -594,3 +594,9 @@ def test_a_damaged_line_is_named_without_a_key_that_the_command_has_not(records,
   corpus = Corpus((f"a={tmp_path}/a.jsonl",), config.load().data, "--data", records)
   with pytest.raises(ConfigError, match=r"a.jsonl.*; repair or remove it$"):
     next(corpus.batches(1))
+
+
+def test_an_empty_message_is_shown_as_empty():
+  messages = [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
+  shown = ConversationUnits.shown(None, json.dumps({"messages": messages}).encode())
+  assert shown == b'user: \nassistant: [{"name": "f"}]'

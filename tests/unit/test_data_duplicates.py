@@ -14,7 +14,7 @@ import pytest
 from maxghost import config, data
 from maxghost.config import ConfigError
 from maxghost.data import __main__ as data_command
-from maxghost.data import duplicates
+from maxghost.data import build, duplicates
 from maxghost.data.types import DocumentId
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,3 +196,16 @@ def test_ids_of_no_document_are_told(corpus, tmp_path):
   ids.write_text("\n".join(lines))
   notes = data.load_dataset(dataclasses.replace(cfg, dataset_exclude_file=str(ids))).notes()
   assert f"dataset_exclude_file={ids}: 1 of its 2 ids are those of no document of the data" in notes
+
+
+def test_copies_that_end_a_run_are_listed_and_named_alone(corpus, capsys):
+  settings, _ = corpus
+  settings = [*settings, "ghost_val_copies=error"]
+  assert data_command.main(["duplicates", *settings]) == 0
+  assert " repeats held-out b:" in capsys.readouterr().out
+  cfg = config.load(None, *settings).data
+  source = build.open_all(cfg, 0)[0]
+  source.notes = ("another note",)
+  with pytest.raises(ConfigError, match="byte-identical cop") as caught:
+    data.make_dataset(source, cfg)
+  assert len(caught.value.problems) == 1

@@ -9,6 +9,7 @@ P prompts, G answers to each, B = P G rows, F functions.
 
 import ast
 import copy
+import decimal
 import functools
 import importlib
 import math
@@ -45,9 +46,9 @@ def python_parses(completions: Sequence[str], **_: Any) -> list[float]:
   return [float(_parses(text)) for text in completions]
 
 
-def _last(text: str) -> float | None:
+def _last(text: str) -> decimal.Decimal | None:
   found = _NUMBER.findall(text)
-  return float(found[-1].replace(",", "")) if found else None
+  return decimal.Decimal(found[-1].replace(",", "")) if found else None  # exact: floats of long numbers are equal
 
 
 def _parses(text: str) -> bool:
@@ -80,14 +81,17 @@ def load(name: str, key: str = "reward_functions") -> Reward:
     known = f"{', '.join(REWARDS)}, or FILE.py:FUNCTION{did_you_mean(name, REWARDS)}"
     raise ConfigError(f"{key}={name}: use {known}")
   try:
-    file = os.path.expanduser(place)
-    there = runpy.run_path(file) if place.endswith(".py") else vars(importlib.import_module(place))
+    file = os.path.abspath(os.path.expanduser(place))
+    there = _run(file) if place.endswith(".py") else vars(importlib.import_module(place))
   except (Exception, SystemExit) as error:  # whatever the user's file does
     raise ConfigError(f"{key}={name}: {place} cannot be imported: {_said(error)}") from error
   if not callable(found := there.get(function)):
     known = [other for other, value in there.items() if callable(value) and not other.startswith("_")]
     raise ConfigError(f"{key}={name}: {place} has no function {function}{did_you_mean(function, known, 'it has')}")
   return found
+
+
+_run = functools.cache(runpy.run_path)  # a file runs once for all of its functions, which it may register
 
 
 def judge(functions: dict[str, Reward], prompts: list[str], completions: list[str], columns: dict) -> dict[str, Any]:

@@ -328,18 +328,22 @@ def _tiktoken_name(tiktoken, name: str):
 
 
 def _tiktoken_file(tiktoken, path: str):
-  from tiktoken.load import load_tiktoken_bpe
-
   rules = {"ranks": Path(path).name, "split": _LLAMA3_SPLIT, "special_tokens": None}
   try:
     if path.endswith(".json"):
       rules = json.loads(_read(Path(path)))
-    ranks, specials = load_tiktoken_bpe(str(Path(path).parent / rules["ranks"])), rules["special_tokens"]
+    ranks, specials = _ranks(Path(path).parent / rules["ranks"]), rules["special_tokens"]
     if specials is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
     return tiktoken.Encoding(path, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
-  except (ValueError, KeyError, OSError) as error:
+  except (ValueError, KeyError, OSError, TypeError, AttributeError, OverflowError, RecursionError) as error:
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
+
+
+def _ranks(file: Path) -> dict[bytes, int]:
+  """{token: rank}. tiktoken's own reader keeps a copy by path, which outlives the file's changes. Raises ValueError."""
+  lines = (line.split() for line in with_end(file).read_bytes().splitlines() if line)
+  return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
 def _gaps(starts: Sequence[int] | np.ndarray, stop: int) -> np.ndarray:
