@@ -365,6 +365,8 @@ def test_a_corpus_and_its_batches(corpus):
   assert [entry.documents for entry in dataset.summary()] == [21, 6, 7]
   assert {dataset.document_record(n)[3] for n in range(len(dataset.source))} >= {"s0", "w0", "0", "s30"}
   assert dataset.parts[0].cutter(33)(0, 99) == "user: 6*2?\nassistant: 12"
+  empty = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}
+  assert ConversationUnits.shown(None, json.dumps(empty).encode()) == b"user: \nassistant: x"
   made, seen = Rendering.of(corpus, ByteTokenizer()), []
   state = json.loads(json.dumps(dataset.train.state()))
   batches = [next(dataset.train) for _ in range(9)]
@@ -594,9 +596,3 @@ def test_a_damaged_line_is_named_without_a_key_that_the_command_has_not(records,
   corpus = Corpus((f"a={tmp_path}/a.jsonl",), config.load().data, "--data", records)
   with pytest.raises(ConfigError, match=r"a.jsonl.*; repair or remove it$"):
     next(corpus.batches(1))
-
-
-def test_an_empty_message_is_shown_as_empty():
-  messages = [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
-  shown = ConversationUnits.shown(None, json.dumps({"messages": messages}).encode())
-  assert shown == b'user: \nassistant: [{"name": "f"}]'

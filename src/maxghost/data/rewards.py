@@ -29,6 +29,7 @@ LARGEST = float(np.finfo(np.float32).max)  # reward; an int may be too large eve
 EPSILON = 1e-4  # added to standard deviations, as in TRL
 UNTAUGHT = 2.0**-40  # the advantage of an answer that has none, so that its score is known all the same
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_run = functools.cache(runpy.run_path)  # a file runs once for all of its functions, which it may register
 
 
 class RolloutError(RuntimeError):
@@ -89,9 +90,6 @@ def load(name: str, key: str = "reward_functions") -> Reward:
     known = [other for other, value in there.items() if callable(value) and not other.startswith("_")]
     raise ConfigError(f"{key}={name}: {place} has no function {function}{did_you_mean(function, known, 'it has')}")
   return found
-
-
-_run = functools.cache(runpy.run_path)  # a file runs once for all of its functions, which it may register
 
 
 def judge(functions: dict[str, Reward], prompts: list[str], completions: list[str], columns: dict) -> dict[str, Any]:

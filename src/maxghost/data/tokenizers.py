@@ -332,18 +332,14 @@ def _tiktoken_file(tiktoken, path: str):
   try:
     if path.endswith(".json"):
       rules = json.loads(_read(Path(path)))
-    ranks, specials = _ranks(Path(path).parent / rules["ranks"]), rules["special_tokens"]
+    file, specials = Path(path).parent / rules["ranks"], rules["special_tokens"]
+    lines = filter(None, with_end(file).read_bytes().splitlines())  # tiktoken's own reader keeps what it once read
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
     if specials is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
     return tiktoken.Encoding(path, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
   except (ValueError, KeyError, OSError, TypeError, AttributeError, OverflowError, RecursionError) as error:
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
-
-
-def _ranks(file: Path) -> dict[bytes, int]:
-  """{token: rank}. tiktoken's own reader keeps a copy by path, which outlives the file's changes. Raises ValueError."""
-  lines = (line.split() for line in with_end(file).read_bytes().splitlines() if line)
-  return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
 def _gaps(starts: Sequence[int] | np.ndarray, stop: int) -> np.ndarray:
