@@ -21,7 +21,7 @@ from maxghost import config, data
 from maxghost.attribution.corpus import Corpus
 from maxghost.config import ConfigError
 from maxghost.data import chat, tokenizer_files
-from maxghost.data.conversations import Rendering
+from maxghost.data.conversations import ConversationUnits, Rendering
 from maxghost.data.tokenizers import ByteTokenizer, load_tokenizer
 
 WORDS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -365,6 +365,8 @@ def test_a_corpus_and_its_batches(corpus):
   assert [entry.documents for entry in dataset.summary()] == [21, 6, 7]
   assert {dataset.document_record(n)[3] for n in range(len(dataset.source))} >= {"s0", "w0", "0", "s30"}
   assert dataset.parts[0].cutter(33)(0, 99) == "user: 6*2?\nassistant: 12"
+  empty = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}
+  assert ConversationUnits.shown(None, json.dumps(empty).encode()) == b"user: \nassistant: x"
   made, seen = Rendering.of(corpus, ByteTokenizer()), []
   state = json.loads(json.dumps(dataset.train.state()))
   batches = [next(dataset.train) for _ in range(9)]

@@ -458,6 +458,8 @@ def test_a_preparation_of_other_columns_is_not_taken_up(tmp_path):
     return prepare.prepare(open_source(cfg, 0), cfg, str(tmp_path / "out"))
 
   make(document_fields=("lang=l1",))
+  with pytest.raises(ConfigError, match=r"prepared from other data or settings \(fields, columns\)"):
+    make()
   for more in ({"document_fields": ("lang=l2",)}, {"document_fields": ("lang=l1",), "train_data_columns": ("upper",)}):
     with pytest.raises(ConfigError, match=r"prepared from other data or settings \(columns\)"):
       make(**more)
@@ -496,3 +498,26 @@ def test_a_part_of_a_text_is_found_in_what_a_normalizing_tokenizer_kept(tmp_path
   places = sorted(rows.offset.tolist())
   parts = [cut(begin, end) for begin, end in zip(places, [*places[1:], 2**62], strict=True)]
   assert "".join(parts) == "fiafibac" * 2 and max(map(len, parts)) <= 5
+
+
+def test_one_command_at_a_time_writes_a_folder(tmp_path):
+  """Two would write the same files, and the first to end tell of a whole corpus that the other one damages."""
+  source, out = synthetic.load(("words",), 5000), str(tmp_path / "out")
+  refused = []
+
+  def again(_: dict) -> None:
+    with pytest.raises(ConfigError, match=r"another command writes .*out; wait for its end") as caught:
+      prepare.prepare(source, BASE, out)
+    refused.append(caught.value)
+
+  prepare.prepare(source, BASE, out, progress=again)
+  assert refused and not prepare.verify(out)
+  prepare.prepare(source, BASE, out)
+
+
+def test_no_bpe_is_written_into_a_folder_of_other_files(tmp_path, capsys):
+  (tmp_path / "notes.txt").write_text("own")
+  command = ["prepare", "dataset_type=synthetic", "dataset_domain_bytes=20000", "ghost_val_sets=words", "--output"]
+  assert data_command.main([*command, str(tmp_path), "--train_bpe", "300"]) == 2
+  assert "is not empty and holds no prepared corpus" in capsys.readouterr().err
+  assert [*files_of(tmp_path)] == ["notes.txt"]

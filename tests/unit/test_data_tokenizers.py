@@ -289,9 +289,26 @@ def test_a_tiktoken_encoding_with_rules_of_its_own_keeps_them(made, tmp_path):
   tokenizer_files.save(own, "tiktoken", tmp_path / "kept")
   kept = load_tokenizer("tiktoken", tokenizer_files.saved_path("tiktoken", tmp_path / "kept"))
   assert kept.encode([b"the"])[0].tolist() == list(b"the") and (kept.bos_id, kept.vocab_size) == (300, 302)
-  file.write_text("{}")
+  specials = ({"special_tokens": given} for given in ([1], {"a": "x"}, {"a": -1}))
+  for wrong in ({}, [], content | {"ranks": 5}, content | {"split": 5}, *(content | one for one in specials)):
+    file.write_text(json.dumps(wrong))
+    with pytest.raises(ConfigError, match="is no tiktoken file"):
+      load_tokenizer("tiktoken", str(file))
+
+
+def test_a_changed_file_of_ranks_is_read_again(tmp_path, monkeypatch):
+  """tiktoken keeps what it once read from a path, also for another folder's file of the same relative path."""
+  monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+  monkeypatch.chdir(tmp_path)
+  for more in ([b"ab"], [b"cd", b"ab"]):
+    pieces = [*(bytes([n]) for n in range(256)), *more]
+    lines = [base64.b64encode(piece) + b" %d\n" % n for n, piece in enumerate(pieces)]
+    (tmp_path / "t.tiktoken").write_bytes(b"".join(lines))
+    made = load_tokenizer("tiktoken", "t.tiktoken")
+    assert made.vocab_size == len(pieces) + 2 and made.encode([b"ab"])[0].tolist() == [len(pieces) - 1]
+  (tmp_path / "t.tiktoken").write_bytes(b"no ranks here\n")
   with pytest.raises(ConfigError, match="is no tiktoken file"):
-    load_tokenizer("tiktoken", str(file))
+    load_tokenizer("tiktoken", "t.tiktoken")
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "tiktoken"])

@@ -35,6 +35,8 @@ def test_an_answer_that_no_function_judges_counts_in_no_mean(scale):
 def test_built_in_rewards():
   gold = {"completion": ["46", "1,046", "-3.5", "7"]}
   assert rewards.arithmetic(["it is 46.", "1046", "3.5", "none"], **gold) == [1, 1, 0, 0]
+  long = ["9007199254740993", "9" * 400, "1.50"]  # the first two are equal to the next one's as floats
+  assert rewards.arithmetic(long, ["9007199254740992", "8" * 400, "1.5"]) == [0, 0, 1]
   texts = ["x = 1", "```python\nx = (1\n```", "Here:\n```python\nf(2)\n```", "a b", ""]
   assert rewards.python_parses(texts) == [1, 0, 1, 0, 0]
   judged = rewards.judge({"given": lambda **_: np.array([True, False])}, ["a"] * 2, ["b"] * 2, {})
@@ -89,3 +91,13 @@ def test_a_file_of_rewards_is_named_with_what_it_has(tmp_path, monkeypatch):
     rewards.load(f"{tmp_path}/own.py:zzz")
   with pytest.raises(ConfigError, match=r"exits\.py cannot be imported: SystemExit: 0"):
     rewards.load(f"{tmp_path}/exits.py:near")
+
+
+def test_a_file_that_registers_its_rewards_gives_several(tmp_path):
+  functions = "".join(f"@register\ndef own_{name}(**_):\n  runs.append(1)\n  return runs\n" for name in "ab")
+  (tmp_path / "own.py").write_text(f"from maxghost.data.rewards import register\nruns = []\n{functions}")
+  try:
+    assert [len(rewards.load(f"{tmp_path}/own.py:own_{name}")()) for name in "ab"] == [1, 2]
+  finally:
+    for name in ("own_a", "own_b"):
+      rewards.REWARDS.pop(name, None)

@@ -75,6 +75,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
         raise config.ConfigError(f"{said}; give another --output")
       print(f"keeps the {size} ids of {path}")
     else:
+      preparing.check_folder(path.parent)
       print(f"training a BPE of {parsed.train_bpe} ids")
       preparing.train_bpe(source, parsed.train_bpe, str(path))
     data = config.replace(cfg, tokenizer_type=HUGGINGFACE, tokenizer_path=str(path)).data
@@ -132,7 +133,8 @@ def _duplicates(parsed: argparse.Namespace) -> int:
   cfg = config.load(*parsed.config)
   if parsed.near is not None and not 0 < parsed.near <= 1:
     raise config.ConfigError(f"--near {parsed.near} is not a share; use for example 0.8")
-  dataset = load_dataset(cfg.data, cfg.run.data_shuffle_seed, records=cfg.records)
+  data = config.replace(cfg, ghost_val_copies="keep").data  # to list them, even where they end a run
+  dataset = load_dataset(data, cfg.run.data_shuffle_seed, records=cfg.records)
   pairs = duplicates.exact(duplicates.documents_of(dataset))
   exact = sum(pair.held_out for pair in pairs)
   if parsed.near is not None:

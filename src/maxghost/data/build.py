@@ -88,7 +88,7 @@ def make_dataset(source: Source, cfg: DataConfig, seed: int = 0, num_shards: int
   train = TrainIterator(streams, weights, identity, **options)
   dataset = Dataset(parts, train, next(iter(cfg.validation_sets.values())), seed)
   if cfg.ghost_val_copies == "error" and dataset.copies:
-    raise ConfigError(*(f"ghost_val_copies=error: {note}" for note in dataset.notes()))
+    raise ConfigError(f"ghost_val_copies=error: {dataset.notes()[-1]}")
   return dataset
 
 

@@ -201,7 +201,8 @@ class ConversationUnits(Units):
       found = read(text)
     except (ValueError, RecursionError):
       return text
-    lines = [f"{m['role']}: {m.get('content') or json.dumps(m.get('tool_calls'))}" for m in found.messages]
+    calls = [json.dumps(m["tool_calls"]) if m.get("tool_calls") else "" for m in found.messages]
+    lines = [f"{m['role']}: {m.get('content') or call}" for m, call in zip(found.messages, calls, strict=True)]
     return "".join(found.plain or "\n".join(lines)).encode()
 
   def sides(self, text: bytes) -> list[tuple[np.ndarray, np.ndarray]]:

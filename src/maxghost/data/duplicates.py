@@ -17,6 +17,7 @@ from maxghost.data.split import scan
 from maxghost.data.types import DocumentId
 
 _SHINGLE_WORDS, _PERMUTATIONS = 8, 128  # the standard error of a similarity is then at most 0.09
+_MISSES = (0.01, 0.99)  # weights of false candidates, which are compared then, and of missed documents
 _BATCH, _MOST = 256, 0.98  # documents read together; the largest threshold of an index of so many permutations
 
 
@@ -53,7 +54,7 @@ def near(documents: Iterable[tuple[DocumentId, bytes, bool]], threshold: float) 
     made.update_batch(shingles)
     return made
 
-  index, known, training = datasketch.MinHashLSH(min(threshold, _MOST), _PERMUTATIONS), {}, []
+  index, known, training = datasketch.MinHashLSH(min(threshold, _MOST), _PERMUTATIONS, weights=_MISSES), {}, []
   for document, text, held_out in documents:
     if text and held_out:
       known[document] = sketch(text)

@@ -5,6 +5,7 @@ checksums) are written last; after an interrupt parts without them are written a
 """
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
 from maxghost.config.files import check_seal, sealed, write_text, write_whole
-from maxghost.config.values import import_package, naming
+from maxghost.config.values import import_package, naming, print_problem
 from maxghost.data import prepared, tokenizer_files
 from maxghost.data.hashing import changed_files, changed_keys, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
@@ -34,6 +35,8 @@ BLOCK_TOKENS = 1 << 15  # tokens of a block, unless one document has more
 _READ_BYTES = 4 << 20  # text read and tokenized together
 _BPE_BYTES = 100 << 20  # text that a BPE is trained on
 _Document = tuple[int, np.ndarray, np.ndarray]  # number of the domain, tokens, and source bytes of each
+_JOB, _ELSEWHERE = "job.json", "give another --output, or remove this folder"
+_OURS = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
 _SHARD_OPTIONS = "group_size:1,uncompressed"  # random access; decompressing would cost more than reading
 
 
@@ -58,31 +61,31 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))
   job = Job(source, tokenizer, cfg, Path(folder), part_documents, -(-len(source) // part_documents))
-  _claim(job)
-  done = {part: manifest for part in range(job.num_parts) if (manifest := _manifest(job, part)) is not None}
-  todo = [part for part in range(job.num_parts) if part not in done]
-  for manifest in done.values():
-    progress(manifest)
-  if num_workers == 1:
-    for part in todo:
-      done[part] = _write_part(job, part)
-      progress(done[part])
-  elif todo:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(num_workers, len(todo)), context, _start_worker, (job,)) as pool:
-      futures = {pool.submit(_work, part): part for part in todo}
-      try:
-        for future in as_completed(futures):
-          done[futures[future]] = future.result()
-          progress(future.result())
-      except BrokenProcessPool as error:
-        why = f"perhaps for want of memory: use fewer --workers than {num_workers}"
-        raise OSError(f"a process was ended from outside, {why}; the same command continues") from error
-      except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-  with naming("", job.folder):
-    return _join(job, [done[part] for part in range(job.num_parts)])
+  with _claimed(job):
+    done = {part: manifest for part in range(job.num_parts) if (manifest := _manifest(job, part)) is not None}
+    todo = [part for part in range(job.num_parts) if part not in done]
+    for manifest in done.values():
+      progress(manifest)
+    if num_workers == 1:
+      for part in todo:
+        done[part] = _write_part(job, part)
+        progress(done[part])
+    elif todo:
+      context = multiprocessing.get_context("spawn")
+      with ProcessPoolExecutor(min(num_workers, len(todo)), context, _start_worker, (job,)) as pool:
+        futures = {pool.submit(_work, part): part for part in todo}
+        try:
+          for future in as_completed(futures):
+            done[futures[future]] = future.result()
+            progress(future.result())
+        except BrokenProcessPool as error:
+          why = f"perhaps for want of memory: use fewer --workers than {num_workers}"
+          raise OSError(f"a process was ended from outside, {why}; the same command continues") from error
+        except BaseException:
+          pool.shutdown(wait=False, cancel_futures=True)
+          raise
+    with naming("", job.folder):
+      return _join(job, [done[part] for part in range(job.num_parts)])
 
 
 def _manifest(job: Job, part: int) -> dict | None:
@@ -113,41 +116,56 @@ def verify(folder: str) -> list[str]:
   return [f"{problem}; prepare again to redo it" for problem in problems]
 
 
-def _claim(job: Job) -> None:
-  """Claims the folder for this job. Raises ConfigError when it holds another one that has written something."""
+def check_folder(folder: Path) -> None:
+  """Raises ConfigError for a folder with other files than those of `prepare`."""
+  there = folder.iterdir() if folder.is_dir() and not (folder / _JOB).is_file() else ()
+  if any(not entry.name.startswith(_OURS) for entry in there):
+    raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another --output")
+
+
+@contextlib.contextmanager
+def _claimed(job: Job) -> Iterator[None]:
+  """Claims the folder for this job, and locks it until the end of the block. Raises ConfigError when it holds another
+  one that has written something, or another command has the lock."""
   folder, source, replaced = job.folder, job.source, False
   mine = {"source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
           "num_documents": len(source), "version": prepared.INDEX_VERSION, "files": source.files,
           **({"fields": [*source.fields]} if source.fields else {})}  # fmt: skip
   if (asked := (*job.cfg.train_data_columns, *job.cfg.document_fields)) != ("text",):
     mine["columns"] = [*asked]
-  file = folder / "job.json"
-  ours = ("tokenizer.json", ".tokenizer.json.", ".job.json.")  # left by a command that was killed before it had a job
+  file = folder / _JOB
+  check_folder(folder)
   if file.is_file():
     try:
       other = json.loads(file.read_text(encoding="utf-8"))
       changed = changed_keys(other.get("files", {}), source.files)
       other.pop("on_corrupt", None)  # of an earlier version
     except (ValueError, AttributeError) as error:
-      raise ConfigError(f"{file} is damaged ({error}); give another --output, or remove this folder") from error
+      raise ConfigError(f"{file} is damaged ({error}); {_ELSEWHERE}") from error
     if replaced := other != mine:  # as of a job that a corrupt document stopped in its first part
       written = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp" and path != file)
       if "part_documents" not in other or any(written):
-        what = ", ".join(changed[:5]) or ", ".join(key for key in mine if mine[key] != other.get(key))
-        said = f"{folder} holds a corpus prepared from other data or settings ({what})"
-        raise ConfigError(f"{said}; give another --output, or remove this folder")
-  elif folder.is_dir() and any(not entry.name.startswith(ours) for entry in folder.iterdir()):
-    raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another --output")
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    if replaced or not file.is_file():
-      write_text(file, json.dumps(mine, indent=1))
-    for name in ("shards", "parts", "index"):
-      (folder / name).mkdir(exist_ok=True)
-    for partial in folder.glob("**/*.tmp"):
-      partial.unlink()
-  except OSError as error:
-    raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+        what = ", ".join(changed[:5] or [key for key in {**mine, **other} if mine.get(key) != other.get(key)])
+        raise ConfigError(f"{folder} holds a corpus prepared from other data or settings ({what}); {_ELSEWHERE}")
+  with contextlib.ExitStack() as stack:
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      stack.callback(os.close, handle := os.open(folder, os.O_RDONLY))  # the folder itself: a lock leaves no file
+      try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise ConfigError(f"another command writes {folder}; wait for its end, or give another --output") from error
+      except OSError as error:  # some network file systems have no locks
+        print_problem(f"note: {folder} cannot be locked ({error.strerror}); start no second command that writes it")
+      if replaced or not file.is_file():
+        write_text(file, json.dumps(mine, indent=1))
+      for name in ("shards", "parts", "index"):
+        (folder / name).mkdir(exist_ok=True)
+      for partial in folder.glob("**/*.tmp"):
+        partial.unlink()
+    except OSError as error:
+      raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+    yield
 
 
 _worker: dict[str, Job] = {}

@@ -9,6 +9,7 @@ P prompts, G answers to each, B = P G rows, F functions.
 
 import ast
 import copy
+import decimal
 import functools
 import importlib
 import math
@@ -28,6 +29,7 @@ LARGEST = float(np.finfo(np.float32).max)  # reward; an int may be too large eve
 EPSILON = 1e-4  # added to standard deviations, as in TRL
 UNTAUGHT = 2.0**-40  # the advantage of an answer that has none, so that its score is known all the same
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_run = functools.cache(runpy.run_path)  # a file runs once for all of its functions, which it may register
 
 
 class RolloutError(RuntimeError):
@@ -45,9 +47,9 @@ def python_parses(completions: Sequence[str], **_: Any) -> list[float]:
   return [float(_parses(text)) for text in completions]
 
 
-def _last(text: str) -> float | None:
+def _last(text: str) -> decimal.Decimal | None:
   found = _NUMBER.findall(text)
-  return float(found[-1].replace(",", "")) if found else None
+  return decimal.Decimal(found[-1].replace(",", "")) if found else None  # exact: floats of long numbers are equal
 
 
 def _parses(text: str) -> bool:
@@ -80,8 +82,8 @@ def load(name: str, key: str = "reward_functions") -> Reward:
     known = f"{', '.join(REWARDS)}, or FILE.py:FUNCTION{did_you_mean(name, REWARDS)}"
     raise ConfigError(f"{key}={name}: use {known}")
   try:
-    file = os.path.expanduser(place)
-    there = runpy.run_path(file) if place.endswith(".py") else vars(importlib.import_module(place))
+    file = os.path.abspath(os.path.expanduser(place))
+    there = _run(file) if place.endswith(".py") else vars(importlib.import_module(place))
   except (Exception, SystemExit) as error:  # whatever the user's file does
     raise ConfigError(f"{key}={name}: {place} cannot be imported: {_said(error)}") from error
   if not callable(found := there.get(function)):

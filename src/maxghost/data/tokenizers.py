@@ -328,17 +328,17 @@ def _tiktoken_name(tiktoken, name: str):
 
 
 def _tiktoken_file(tiktoken, path: str):
-  from tiktoken.load import load_tiktoken_bpe
-
   rules = {"ranks": Path(path).name, "split": _LLAMA3_SPLIT, "special_tokens": None}
   try:
     if path.endswith(".json"):
       rules = json.loads(_read(Path(path)))
-    ranks, specials = load_tiktoken_bpe(str(Path(path).parent / rules["ranks"])), rules["special_tokens"]
+    file, specials = Path(path).parent / rules["ranks"], rules["special_tokens"]
+    lines = filter(None, with_end(file).read_bytes().splitlines())  # tiktoken's own reader keeps what it once read
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
     if specials is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
     return tiktoken.Encoding(path, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
-  except (ValueError, KeyError, OSError) as error:
+  except (ValueError, KeyError, OSError, TypeError, AttributeError, OverflowError, RecursionError) as error:
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error
 
 
