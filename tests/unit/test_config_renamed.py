@@ -100,6 +100,9 @@ def test_a_later_key_wins_over_an_earlier_name_and_is_noted(tmp_path):
      {"compile_topology": "4xv5e-16"}),
     ("lora_rank: 16\nlora_use_rslora: true", "lora_use_rslora=true", {"lora_alpha": 32.0}),
     ("lora_rank: 16\nlora_use_rslora: true", "lora_use_rslora=false", {"lora_alpha": 8.0}),
+    ("segment_lengths: 2\nghost_schedule: reverse_scan\nparameter_memory_host_offload: false\n"
+     "optimizer_memory_host_offload: true",
+     "parameter_memory_host_offload=true", {"offload_to_host": ("weights", "optimizer")}),
     ("lora_use_rslora: true\nlora_alpha: 2", "enable_lora=true", {"lora_rank": 8, "lora_alpha": 2 * 8**0.5}),
   ],
 )  # fmt: skip
