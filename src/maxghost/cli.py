@@ -4,6 +4,7 @@ A command is a module with `main(argv: list[str] | None = None) -> int`. A comma
 `cli.run_command(_run, argv, "train")` there and imports JAX inside `_run`: wrong keys are reported before JAX starts.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -84,7 +85,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
       hint = did_you_mean(key, ["help", "print_config", *fields()])
       plain = f"'{text}': keys are written without dashes: {key}={value if equals else 'VALUE'}"
       problems.append(plain if key in fields() else f"unknown flag '{text}'{hint}")
-    elif "=" in text:
+    elif "=" in text and not os.path.isfile(text):
       overrides.append(text)
     else:
       paths.append(text)

@@ -41,7 +41,7 @@ def from_keys(arguments: list[str]) -> list[str]:
     raise ConfigError(f"{name!r} is not a key of generate{did_you_mean(name, known)}; it reads {', '.join(known)}")
   if not given.get("load_parameters_path"):
     raise ConfigError("load_parameters_path is missing: the run, checkpoint or folder of the model to generate with")
-  flags = [f"{KEYS[name]}={value}" for name, value in given.items() if name in KEYS]
+  flags = [f"{KEYS[name]}={value}" for name, _, value in pairs if name in KEYS]
   return [given["load_parameters_path"], *flags, *(f"--otherwise={path}" for path in typed)]
 
 

@@ -32,6 +32,9 @@ def test_command_hands_the_configuration_over(tmp_path, capsys):
   code, ran = command(str(path), "steps=9")
   assert code == 0 and ran == [config.load("log_period=7", "steps=9")]
   assert command("steps=9") == (0, [config.load("steps=9")]) and command() == (0, [config.load()])
+  (tmp_path / "lr=0.1").mkdir()
+  in_run = path.rename(tmp_path / "lr=0.1" / "config.yml")
+  assert command(str(in_run), "steps=9") == (0, [config.load("log_period=7", "steps=9")])
   assert cli.run_command(lambda cfg: cfg.run.steps, ["steps=6"]) == 6
   assert capsys.readouterr() == ("", "")
 
@@ -456,3 +459,4 @@ def test_a_repeated_flag_adds_to_its_list():
   assert (args.data, args.queries) == (["a=b", "c=d", "e=f"], ["q=r", "s=t"])
   args = generate.parse(["run", "--prompt", "a", "--prompt", "b", "--stop", "c", "--stop", "d"])
   assert (args.prompt, args.stop) == (["a", "b"], ["c", "d"])
+  assert generate.parse(["load_parameters_path=run", "prompt=a", "prompt=b"]).prompt == ["a", "b"]

@@ -179,6 +179,7 @@ def test_values_take_the_type_of_their_key(tmp_path):
   assert cfg.ghost.ghost_exclude == ("a,b", "c*") and cfg.run.jax_cache_dir == ""
   assert type(cfg.run.steps) is int and type(cfg.optimizer.adam_b1) is float
   assert config.load("dataset_domains=").data.dataset_domains == ()
+  assert config.load('sample_prompt="name": "x"').run.sample_prompt == '"name": "x"'
   path = write(tmp_path / "a.yml", "learning_rate: 2e-4\nghost_exclude:\n- p*\n- q\nrun_name: 'no'\n")
   cfg = config.load(path)
   assert (cfg.optimizer.learning_rate, cfg.ghost.ghost_exclude, cfg.run.run_name) == (2e-4, ("p*", "q"), "no")
@@ -255,6 +256,7 @@ def test_all_problems_of_all_sources_at_once(tmp_path):
     ("ghost_exclude: &a [*a]\n", "ghost_exclude=[[[...]]] ("),
     ("config_is_resolved: treu\n", "config_is_resolved='treu' ("),
     ("model_name:\n", ":1) is not of type str"),
+    ("dataset_mixture: {a: [1, 2]}\n", "dataset_mixture={...} ("),
     ("[steps, log_period]: 3\n", "unknown key '['steps', 'log_period']' ("),
   ],
 )

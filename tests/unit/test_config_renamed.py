@@ -91,6 +91,28 @@ def test_a_later_key_wins_over_an_earlier_name_and_is_noted(tmp_path):
 
 
 @pytest.mark.parametrize(
+  ("file", "typed", "wanted"),
+  [
+    ("use_sft: true", "use_sft=false", {"objective": "next_token"}),
+    ("enable_checkpointing: false", "enable_checkpointing=true", {"checkpoint_period": 100}),
+    ("enable_wandb: true", "enable_wandb=false", {"trackers": ()}),
+    ("compile_topology: v5e-16\ncompile_topology_num_slices: 2", "compile_topology_num_slices=4",
+     {"compile_topology": "4xv5e-16"}),
+    ("lora_rank: 16\nlora_use_rslora: true", "lora_use_rslora=true", {"lora_alpha": 32.0}),
+    ("lora_rank: 16\nlora_use_rslora: true", "lora_use_rslora=false", {"lora_alpha": 8.0}),
+    ("segment_lengths: 2\nghost_schedule: reverse_scan\nparameter_memory_host_offload: false\n"
+     "optimizer_memory_host_offload: true",
+     "parameter_memory_host_offload=true", {"offload_to_host": ("weights", "optimizer")}),
+    ("lora_use_rslora: true\nlora_alpha: 2", "enable_lora=true", {"lora_rank": 8, "lora_alpha": 2 * 8**0.5}),
+  ],
+)  # fmt: skip
+def test_a_name_on_the_command_line_replaces_it_in_the_file(file, typed, wanted, tmp_path):
+  (tmp_path / "own.yml").write_text(f"{file}\n")
+  loaded = config.load_with_origins(tmp_path / "own.yml", typed)
+  assert {key: loaded.config.flat()[key] for key in wanted} == wanted and not loaded.notes
+
+
+@pytest.mark.parametrize(
   ("overrides", "said"),
   [
     ("grain_train_files=F", "grain_train_files=[F] (command line) is not read with dataset_type=stdlib"),

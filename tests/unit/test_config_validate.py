@@ -30,6 +30,7 @@ from maxghost.config import plugins, validate
     ("ghost_direction=adam opt_type=sgd", "ghost_direction=adam contradicts opt_type=sgd"),
     ("ghost_val_fraction=0", "ghost_val_fraction=0.0 leaves no validation documents"),
     ("ghost_val_fraction=1", "ghost_val_fraction=1.0 leaves no documents of it to train on"),
+    ("lora_rank=8 lora_module_path=a{99999999999}", "is not a regular expression (the repetition number is too large"),
     ("load_full_state_path=a load_parameters_path=b", "leave load_parameters_path empty"),
     ("load_full_state_path=a ghost_curvature=secant", "which load_full_state_path does not have"),
   ],
@@ -113,6 +114,8 @@ def test_a_new_check_is_run(monkeypatch):
 def test_huge_numbers_are_answered_at_once():
   with pytest.raises(config.ConfigError, match="not a multiple"):
     config.load("base_num_query_heads=100000", "base_num_kv_heads=7")
+  with pytest.raises(config.ConfigError, match=r"or 16, or per_device_batch_size=500000000$"):
+    config.load("ici_stage_parallelism=2", "num_pipeline_microbatches=1000000000")
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,9 @@ def _read_overrides(texts: tuple[str, ...], problems: list[str], notes: list[str
 def _read_override(text: str, kind: Any) -> Given:
   plain = yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None)
   looks_yaml = text[:1] in ("'", '"') or (kind is not str and text[:1] in ("[", "{")) or text in ("null", "~")
-  if not looks_yaml:
-    return Given(COMMAND_LINE, plain)
   try:
-    return Given(COMMAND_LINE, yaml.compose(text, Loader=_Loader))
+    node = yaml.compose(text, Loader=_Loader) if looks_yaml else plain
+    return Given(COMMAND_LINE, plain if kind is str and isinstance(node, yaml.MappingNode) else node)
   except yaml.YAMLError:
     if not values.is_tuple(kind):  # also a text that merely starts with a quote, such as '"Yes," he said'
       return Given(COMMAND_LINE, plain)
@@ -192,7 +191,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
   flat, origins = {name: field.default for name, field in known.items()}, dict.fromkeys(known, "default")
   broken: set[str] = set()
   level_of: dict[str, int] = {}
-  others: list[tuple[int, str, Any, str]] = []
+  others: dict[str, tuple[int, Any, str]] = {}
   for level, layer in enumerate(layers):
     for key, given in layer.items():
       if not (other := renamed.OTHER.get(key)) and key not in known:
@@ -206,13 +205,13 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
         broken.add(key)
         continue
       if other:
-        others.append((level, key, value, given.origin))
+        others[key] = level, value, given.origin
         continue
       if layer is layers[1] and key in base and key not in broken and value != flat[key] != known[key].default:
         said = f"{key}={values.shown(flat[key])} ({origins[key]}) is overridden by {values.shown(value)} of the model"
         notes.append(f"{said} file ({given.origin}); give {key}= on the command line to keep it")
       flat[key], origins[key], level_of[key] = value, given.origin, level
-  for level, key, value, origin in others:
+  for key, (level, value, origin) in sorted(others.items(), key=lambda one: (one[0] == "lora_use_rslora", one[1][0])):
     if other := renamed.OTHER[key].unread(value, flat):
       said = f"{key}={values.shown(value)} ({origin}) is not read with {other}={values.shown(flat[other])}"
       if value is True:  # asks for what is off
@@ -220,7 +219,7 @@ def _resolve(layers: tuple[dict[str, Given], ...], problems: list[str], notes: l
       else:
         notes.append(said)
     for target, changed in renamed.OTHER[key].fold(value, flat).items():
-      if level_of.get(target, level) > level and key != "lora_use_rslora":  # which is a factor of the later value
+      if level_of.get(target, level) > level and key != "lora_use_rslora":  # which is a factor of the last value
         notes.append(f"{key} ({origin}) is overridden by {target}={values.shown(flat[target])} ({origins[target]})")
         continue
       if target == "objective" and level_of.get(target) == level and changed != flat[target]:

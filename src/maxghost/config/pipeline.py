@@ -91,7 +91,7 @@ def rows_problem(per_device: int, together: int, stages: int, num_micro: int) ->
   if (rows := per_device * together) % num_micro == 0:
     return ""
   fits = [str(m) for m in divisors(rows) if m >= stages]
-  batch = next(n for n in range(per_device, per_device + num_micro) if n * together % num_micro == 0)
+  batch = per_device + -per_device % (num_micro // math.gcd(together, num_micro))
   given = f"per_device_batch_size={per_device} makes {rows} rows for {together} devices that work on the same ones"
   use = f"num_pipeline_microbatches={' or '.join(fits[:4])}, or " if fits else ""
   return f"{given}, which do not divide into {num_micro} micro-batches; use {use}per_device_batch_size={batch}"

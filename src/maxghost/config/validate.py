@@ -510,7 +510,7 @@ def low_rank_adapters(v: Values) -> Iterator[str]:
     yield f"{given} has a state of its own; use load_parameters_path for the base, and lora_restore_path for adapters"
   try:
     re.compile(v.lora_module_path)
-  except re.error as error:
+  except (re.error, OverflowError, RecursionError) as error:
     yield f"lora_module_path='{v.lora_module_path}' is not a regular expression ({error})"
   if v.trainable_parameters_mask:
     yield f"{given} trains adapters alone; use trainable_parameters_mask=[], and lora_module_path for their layers"

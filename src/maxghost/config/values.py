@@ -241,7 +241,7 @@ def _each(read: Callable[[Any, Any], Any], items: Sequence, kind: Any) -> tuple:
 def from_node(node: yaml.Node, kind: Any) -> Any:
   """The value of a YAML node as `kind`; an empty or null list of texts is (). Raises WrongTypeError."""
   texts = kind == tuple[str, ...]
-  if isinstance(node, yaml.MappingNode) and texts:
+  if isinstance(node, yaml.MappingNode) and texts and all(isinstance(x, yaml.ScalarNode) for x in sum(node.value, ())):
     return tuple(f"{key.value}={value.value}" for key, value in node.value)
   if isinstance(node, yaml.SequenceNode) and is_tuple(kind):
     return _each(from_node, node.value, kind)
