@@ -173,7 +173,8 @@ def _stored(path: TreePath, rule: Rule, which: int, tensors: list[StoredArray]) 
       return np.ascontiguousarray(values)
     return values[(slice(None), *index[1:])] if rule.lead else values[index]
 
-  return StoredArray(path, rule.param_shape, tensors[0].dtype, read)
+  read_whole = tensors[0].nbytes // (tensors[0].shape[0] if rule.lead and not rule.per_expert else 1)
+  return StoredArray(path, rule.param_shape, tensors[0].dtype, read, chunk_nbytes=read_whole)
 
 
 def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[StoredArray]:
