@@ -19,11 +19,10 @@ from maxghost import adapters, config, generate, load_model, models, train
 from maxghost.adapters import quantized
 from maxghost.checkpoint.compare import compare
 from maxghost.checkpoint.layouts import MAXGHOST, ReadOptions, read_checkpoint
-from maxghost.checkpoint.layouts_layers import Ref
 from maxghost.checkpoint.layouts_store import open_tree, tree_from_memory, write_json
 from maxghost.config import ConfigError
 from maxghost.interop import __main__ as checkpoint_tools
-from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, quantize, safetensors_files
+from maxghost.interop import hf_checkpoint, huggingface, huggingface_config, safetensors_files
 from maxghost.interop.convert import convert
 from maxghost.training.state import to_tree
 
@@ -146,19 +145,6 @@ def test_a_checkpoint_in_few_bits(folder, tmp_path, capsys, quantization):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and quantization in error and "maxghost generate" in error
   assert {path.name for path in tmp_path.iterdir()} == {"few", "unscanned"}
-
-
-def test_a_matrix_is_read_once_for_all_its_pieces(folder, monkeypatch):
-  place, cfg = load_model.find(folder / "stacked")
-  checkpoint, reads, read = read_checkpoint(open_tree(place.tree)), [], Ref.read
-  whole = quantize.quantized(checkpoint, cfg.model, "int8w").params.leaves
-  monkeypatch.setattr(quantize, "_PIECE", 40)
-  monkeypatch.setattr(Ref, "read", lambda *args: reads.append(args) or read(*args))
-  for leaf, ref in quantize.quantized(checkpoint, cfg.model, "int8w").params.leaves.items():
-    reads.clear()
-    values = ref.read()
-    assert len(reads) <= 2, leaf  # of the part, and of its matrix
-    np.testing.assert_array_equal(values, whole[leaf].read(), err_msg=str(leaf))
 
 
 def test_a_run_that_began_with_a_full_state_is_quantised(folder, tmp_path):

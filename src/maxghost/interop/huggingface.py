@@ -159,8 +159,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
 
 def _stored(path: TreePath, rule: Rule, which: int, tensors: list[StoredArray]) -> StoredArray:
   """One parameter as an array; its tensors are opened when it is read."""
-  dtypes = sorted({tensor.dtype.name for tensor in tensors})
-  if len(dtypes) > 1:
+  if len(dtypes := sorted({tensor.dtype.name for tensor in tensors})) > 1:
     raise LayoutError(f"{tensors[0].name} and the other experts' tensors differ in dtype: {', '.join(dtypes)}")
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:

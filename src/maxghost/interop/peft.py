@@ -321,5 +321,5 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
     "rank_pattern": {leaf: settings.rank * n for leaf, n in counts.items()},
     "alpha_pattern": {leaf: settings.alpha * (n**0.5 if settings.use_rslora else n) for leaf, n in counts.items()},
   }  # fmt: skip
-  # An adapter that came from PEFT keeps its own words, unless its parts have got an own A each since then.
-  return made | {k: v for k, v in settings.config.items() if v or k not in ("rank_pattern", "alpha_pattern")}
+  # An adapter that came from PEFT keeps its own words; beside parts with an own A each, other patterns say nothing new.
+  return made | {k: v for k, v in settings.config.items() if not (own and k in ("rank_pattern", "alpha_pattern"))}

@@ -68,26 +68,26 @@ def _part(ref: Ref, name: str, run: Callable[[np.ndarray], Mapping[str, Any]], l
   """The part `name` of a matrix, or of those of all experts, which `run` quantises one by one as they are read.
 
   lead: number of expert axes. along: the axis of rows or outputs that are quantised independently of each other. Those
-  asked for are read, and quantised _PIECE numbers at a time; None takes whole matrices.
+  asked for are read, _PIECE numbers at a time; None reads whole matrices.
   """
   import jax
 
   matrix = ref.shape[lead:]
   one = jax.eval_shape(run, jax.ShapeDtypeStruct(matrix, ref.dtype))[name]
-  shape, axis = (*ref.shape[:lead], *one.shape), 0 if along == lead else -1
-  step = max(1, _PIECE * matrix[axis] // math.prod(matrix))
+  shape, chunk = (*ref.shape[:lead], *one.shape), [*(1,) * lead, *one.shape]
+  if along is not None:
+    chunk[along] = max(1, _PIECE * ref.shape[along] // math.prod(matrix))
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
     wanted = [slice(*s.indices(size)) for s, size in zip(index or [slice(None)] * len(shape), shape, strict=True)]
     out = np.empty([s.stop - s.start for s in wanted], one.dtype)
-    for block in blocks_of(out.shape, (*(1,) * lead, *out.shape[lead:])):
+    for block in blocks_of(out.shape, tuple(chunk)):
       asked = [slice(b.start + s.start, b.stop + s.start) for b, s in zip(block, wanted, strict=True)]
       source = [*asked[:lead], *(slice(0, size) for size in matrix)]
       if along is not None:
         source[along], asked[along] = asked[along], slice(None)
-      w = ref.read(tuple(source)).reshape([s.stop - s.start for s in source[lead:]])
-      pieces = [w] if along is None else np.split(w, range(step, w.shape[axis], step), axis)
-      out[block] = np.concatenate([run(piece)[name] for piece in pieces], axis)[tuple(asked[lead:])]
+      w = ref.read(tuple(source))
+      out[block] = np.asarray(run(w.reshape(w.shape[lead:]))[name])[tuple(asked[lead:])]
     return out
 
   return Ref(StoredArray((*ref.array.path, name), shape, np.dtype(one.dtype), read))
