@@ -1,6 +1,5 @@
 """Hugging Face folders in and out: the fixtures that transformers wrote, and what must be refused by name."""
 
-import dataclasses
 import errno
 import json
 import re
@@ -119,24 +118,6 @@ def test_narrow_weights_keep_their_bits_and_widen_on_request(llama, tmp_path):
   assert tensors_of(tmp_path / "out")["model.embed_tokens.weight"].tobytes() == table.tobytes()
   with pytest.raises(ConfigError, match=r"is float32\[29, 12\] there and bfloat16"):
     load_model.load(model_path.find(hf_models.FOLDER / "llama2"), cfg, silent)
-
-
-def test_a_tensor_larger_than_the_memory_is_read_once(llama, tmp_path, monkeypatch):
-  """As with enough memory: a read gives whole tensors, whatever the block that was asked for."""
-  reads = []
-
-  def watched(folder):
-    def watch(name, tensor):
-      return dataclasses.replace(tensor, read=lambda index=None: reads.append(name) or tensor.read(index))
-
-    return {name: watch(name, tensor) for name, tensor in safetensors_files.open_tensors(folder).items()}
-
-  monkeypatch.setattr(hf_checkpoint, "open_tensors", watched)
-  hf_checkpoint.import_model(llama, tmp_path / "much", say=silent)
-  expected = sorted(reads)
-  reads.clear()
-  hf_checkpoint.import_model(llama, tmp_path / "little", ram_bytes=2000, say=silent)
-  assert sorted(reads) == expected
 
 
 def test_files_that_leave_the_first_level_out_or_hold_a_tied_table_twice(tmp_path):
