@@ -121,6 +121,18 @@ def test_an_import_holds_every_value_of_the_file(tmp_path):
     np.testing.assert_array_equal(stored[f"{layer}/self_attention/{name}/kernel"], expected.transpose(2, 0, 1))
 
 
+def test_a_tensor_larger_than_the_memory_is_decoded_once(tmp_path, monkeypatch):
+  """As with enough memory: decoding gives whole tensors, whatever the block that was asked for."""
+  write(tmp_path / "m.gguf")
+  decoded, dequantize = [], library.quants.dequantize
+  monkeypatch.setattr(library.quants, "dequantize", lambda *args: decoded.append(args[0].shape) or dequantize(*args))
+  hf_checkpoint.import_model(tmp_path / "m.gguf", tmp_path / "much", say=lambda _: None)
+  expected = sorted(decoded)
+  decoded.clear()
+  hf_checkpoint.import_model(tmp_path / "m.gguf", tmp_path / "little", ram_bytes=20_000, say=lambda _: None)
+  assert sorted(decoded) == expected
+
+
 def test_the_tokenizer_of_the_file(tmp_path):
   from maxghost.data.tokenizers import load_tokenizer
 

@@ -83,6 +83,20 @@ def test_one_A_for_the_parts_of_a_module_stays_one(tmp_path):
     equal(peft.load_adapter(tmp_path / name, model)[1], arrays)
 
 
+def test_a_folder_with_patterns_of_its_own_gets_those_of_parts_that_were_trained_apart(tmp_path):
+  model, given = MODELS["gpt2"], {"c_fc": 5.0, "attn.c_attn": 5.0}  # the same alpha, said twice
+  peft.save_adapter(tmp_path / "a", model, Settings(RANK, 5.0), make_arrays(model, share=True))
+  content = json.loads((tmp_path / "a" / CONFIG).read_text())
+  (tmp_path / "a" / CONFIG).write_text(json.dumps(content | {"alpha_pattern": given}))
+  settings, arrays = peft.load_adapter(tmp_path / "a", model)
+  apart = make_arrays(model, seed=1)
+  assert arrays.keys() == apart.keys()
+  peft.save_adapter(tmp_path / "b", model, settings, apart)
+  content = json.loads((tmp_path / "b" / CONFIG).read_text())
+  assert (content["rank_pattern"], content["alpha_pattern"]) == ({"c_attn": 9}, {"c_attn": 15.0})
+  equal(peft.load_adapter(tmp_path / "b", model)[1], apart)
+
+
 def test_names_and_shapes_are_those_of_peft(tmp_path):
   """docs/huggingface.md; seen in the folders that PEFT writes."""
 

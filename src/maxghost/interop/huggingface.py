@@ -159,8 +159,7 @@ def tree_of(tensors: dict[str, StoredArray], model: ModelConfig, origin: Path) -
 
 def _stored(path: TreePath, rule: Rule, which: int, tensors: list[StoredArray]) -> StoredArray:
   """One parameter as an array; its tensors are opened when it is read."""
-  dtypes = sorted({tensor.dtype.name for tensor in tensors})
-  if len(dtypes) > 1:
+  if len(dtypes := sorted({tensor.dtype.name for tensor in tensors})) > 1:
     raise LayoutError(f"{tensors[0].name} and the other experts' tensors differ in dtype: {', '.join(dtypes)}")
 
   def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -173,7 +172,8 @@ def _stored(path: TreePath, rule: Rule, which: int, tensors: list[StoredArray]) 
       return np.ascontiguousarray(values)
     return values[(slice(None), *index[1:])] if rule.lead else values[index]
 
-  return StoredArray(path, rule.param_shape, tensors[0].dtype, read)
+  read_whole = tensors[0].nbytes // (tensors[0].shape[0] if rule.lead and not rule.per_expert else 1)
+  return StoredArray(path, rule.param_shape, tensors[0].dtype, read, chunk_nbytes=read_whole)
 
 
 def planned_tensors(checkpoint: Checkpoint, model: ModelConfig, hold_bytes: int = 1 << 30) -> list[StoredArray]:

@@ -28,7 +28,7 @@ from maxghost.interop.huggingface import Rule, table
 from maxghost.interop.safetensors_files import open_file, write_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _PARTS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
+_PREFIX, _PARTS, _PATTERNS = "base_model.model.", ("lora_A.weight", "lora_B.weight"), ("rank_pattern", "alpha_pattern")
 _LAYERS = "decoder/layers/"
 # Entries of adapter_config.json that are read, or leave the meaning of the tensors as it is. Others must be empty.
 _KNOWN = frozenset({"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules",
@@ -321,5 +321,5 @@ def _config(model: ModelConfig, settings: Settings, held: list[Place], own: set[
     "rank_pattern": {leaf: settings.rank * n for leaf, n in counts.items()},
     "alpha_pattern": {leaf: settings.alpha * (n**0.5 if settings.use_rslora else n) for leaf, n in counts.items()},
   }  # fmt: skip
-  # An adapter that came from PEFT keeps its own words, unless its parts have got an own A each since then.
-  return made | {k: v for k, v in settings.config.items() if v or k not in ("rank_pattern", "alpha_pattern")}
+  # An adapter that came from PEFT keeps its own words; beside parts with an own A each, other patterns say nothing new.
+  return made | {k: v for k, v in settings.config.items() if k not in _PATTERNS or (v and not own)}
