@@ -145,7 +145,7 @@ def test_a_maxtext_checkpoint_of_a_family_without_scaling_is_taken_as_it_is(tmp_
 
 def test_heads_of_llama31_are_reordered(tmp_path):
   """MaxText rotates neighbouring numbers there: its heads hold the i-th numbers of our two halves side by side."""
-  llama31 = {"rope_type": "llama3.1", "rope_factor": 8.0}
+  llama31 = {"rope_type": "llama3.1", "rope_factor": 8.0, "use_qk_norm": True}
   wanted = {"model": to_tree(train_state(**llama31)[1])["model"]}
   numbers = np.random.default_rng(3)
   ours = jax.tree.map(lambda x: numbers.normal(size=x.shape).astype(x.dtype), wanted["model"])
@@ -153,7 +153,7 @@ def test_heads_of_llama31_are_reordered(tmp_path):
   def of_maxtext(path, x):
     name = jax.tree_util.keystr(path)
     if "query" in name or "key" in name:
-      x = np.stack([x[..., 0], x[..., 2], x[..., 1], x[..., 3]], axis=-1) / (2 if "query" in name else 1)
+      x = np.stack([x[..., 0], x[..., 2], x[..., 1], x[..., 3]], axis=-1) / (2 if "query'" in name else 1)
     return np.moveaxis(x, 0, 1) if "layers" in name else x
 
   theirs = jax.tree.map_with_path(of_maxtext, ours)
@@ -167,7 +167,7 @@ def test_heads_of_llama31_are_reordered(tmp_path):
     found = load_model.open_parameters(load_model.check_config(given(path, **llama31)), cfg, wanted, silent)()
     jax.tree.map(np.testing.assert_array_equal, found["model"], ours)
   changed = {row.path.rpartition("self_attention/")[2] for row in compare_checkpoints(source, tmp_path / "ours").rows}
-  assert changed == {"query/kernel", "key/kernel"}
+  assert changed == {"query/kernel", "key/kernel", "query_norm/scale", "key_norm/scale"}
   assert main([*command, str(tmp_path / "ours"), "--target_path", str(tmp_path / "back"), "--to", "maxtext"]) == 0
   assert compare_checkpoints(source, tmp_path / "back").equal
   for family, factor in (("llama2", 1), ("qwen3", 2)):  # MaxText's Qwen3 does not scale queries
@@ -176,6 +176,8 @@ def test_heads_of_llama31_are_reordered(tmp_path):
     for name, factor_of in (("query", factor), ("key", 1), ("value", 1)):
       expected = ours["decoder"]["layers"]["self_attention"][name]["kernel"]
       np.testing.assert_array_equal(found[name]["kernel"] * factor_of, expected)
+    norms = [tree["query_norm"]["scale"] for tree in (found, ours["decoder"]["layers"]["self_attention"])]
+    np.testing.assert_array_equal(*norms)
 
 
 def test_moments_that_the_optimizer_does_not_keep_are_named(tmp_path):

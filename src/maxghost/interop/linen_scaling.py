@@ -63,6 +63,8 @@ def _changed_tree(raw: RawTree, head_dim: int | None, rope_pairs: bool, to: str)
   """The tree with its heads in the convention of `to`, changed as they are read."""
 
   def changed(path: TreePath, node: StoredArray, index: tuple[slice, ...] | None) -> np.ndarray:
+    if without_value(path)[-1] == "scale":  # [h, L] where layers are stacked
+      return change_leaf(path, node.read(None).T, head_dim, rope_pairs, to).T[index or ()]
     heads = node.read(index and (*index[:-1], slice(None)))
     return change_leaf(path, heads, head_dim, rope_pairs, to)[..., index[-1] if index else slice(None)]
 
