@@ -61,10 +61,12 @@ class Shrunk:
 
   def add(self, sketch_NMR: np.ndarray) -> None:
     norm_NM, unit_NMR = _parted(sketch_NMR)
-    self._moment_MRR = self._moment_MRR + np.matmul(unit_NMR.transpose(1, 2, 0), unit_NMR.swapaxes(0, 1))
+    peak = _peak(sketch_NMR.shape[-1])
+    self._units.append(np.clip(np.rint(unit_NMR * (127 / peak)), -127, 127).astype(np.int8))
     self._norms.append(norm_NM)
-    shrunk = np.rint(unit_NMR * (127 / _peak(sketch_NMR.shape[-1])))
-    self._units.append(np.clip(shrunk, -127, 127).astype(np.int8))
+    # Of what is kept: with fewer chunks than directions, C^-1 would raise what int8 rounds outside the chunks' span.
+    kept_MNR = self._units[-1].swapaxes(0, 1) * np.float32(peak / 127)
+    self._moment_MRR = self._moment_MRR + np.matmul(kept_MNR.swapaxes(1, 2), kept_MNR)
 
   def save(self, folder: Path, step: int) -> list[str]:
     """Writes the files of a checkpoint; their names."""
