@@ -200,8 +200,16 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split:
   if (layout := shardings.across_devices()) is None:
     return Split(None, (), (), (), ())
   rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
-  experts, width, _ = layout.rules.assign(_WO, layer.wo_shape, "experts")
-  return Split(layout.mesh, rows, length, experts, width)
+  return Split(layout.mesh, rows, length, *_held_axes(layout, layer.wo_shape))
+
+
+def _held_axes(layout: shardings.Layout, wo_shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+  """The mesh axes of the experts and of their width. Axes that split tokens are left out, but those of rows for the
+  experts: a sum over such devices would mix tokens, so that each gathers these parts of the experts."""
+  rows, length, _ = layout.rules.assign(HIDDEN, (0, 0, 0), "an activation")
+  experts, width, _ = layout.rules.assign(_WO, wo_shape, "experts")
+  spent = (length, (*rows, *length))
+  return [tuple(axis for axis in axes if axis not in s) for axes, s in zip((experts, width), spent, strict=True)]
 
 
 class RoutedMoe(nnx.Module):
@@ -308,7 +316,7 @@ class RoutedMoe(nnx.Module):
     layout = shardings.across_devices()
     if not isinstance(self.precision, Rounded) or layout is None:
       return self.precision
-    width = layout.rules.assign(_WO, self.wo_shape, "experts")[1]
+    width = _held_axes(layout, self.wo_shape)[1]
     return dataclasses.replace(self.precision, **{"inputs" if name == "wo" else "outputs": width})
 
   def _product(self, params: dict, name: str, x_RI, rows: Rows):
