@@ -14,7 +14,6 @@ from maxghost.config.values import ConfigError
 from maxghost.models import attention_blockwise, autodiff
 from maxghost.models.layers import QUERIES
 from maxghost.parallel import shardings
-from maxghost.parallel.shardings import partition_spec
 
 _LANES = 128
 _MAX_BLOCK = 512
@@ -40,7 +39,7 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   run = functools.partial(_splash_whole, shape, interpret)
   if (layout := shardings.across_devices()) is None:
     return run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
-  if shardings.split_over(QUERIES, QUERIES[1]):
+  if shardings.split_over(QUERIES, 1):
     needs = "attention=flash needs the positions of a row on one device, but the mesh splits them"
     raise ConfigError(f"{needs}; use attention=blockwise, or ici_context_parallelism=1")
   # A Pallas kernel is opaque to the partitioner: each device runs it on its own rows and heads.
@@ -53,8 +52,9 @@ def on_devices(run, layout: shardings.Layout, q_BTHh, k_BTKh, v_BTKh, segment_id
   *axes, _ = layout.rules.assign(QUERIES, q_BTHh.shape, "queries")
   parts, kv_heads = layout.rules.parts(axes[2]), k_BTKh.shape[2]
   k_BTKh, v_BTKh = (jnp.repeat(x, parts // math.gcd(parts, kv_heads), axis=2) for x in (k_BTKh, v_BTKh))
-  heads, by_head = partition_spec(axes), partition_spec(axes[2:] if sinks is None or sinks.ndim == 1 else axes)
-  mapped = shardings.mapped(run, layout.mesh, (heads, heads, heads, partition_spec(axes[:2]), by_head), heads)
+  by_head = axes[-1 if sinks is None else -sinks.ndim :]
+  heads, rows, by_head = map(shardings.partition_spec, (axes, axes[:2], by_head))
+  mapped = shardings.mapped(run, layout.mesh, (heads, heads, heads, rows, by_head), heads)
   return mapped(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
 
 

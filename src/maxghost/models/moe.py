@@ -182,9 +182,6 @@ class Split:
     return functools.reduce(lambda index, axis: index * self.mesh.shape[axis] + jax.lax.axis_index(axis), axes, 0)
 
 
-_WO = ("exp", "mlp", None)  # logical axes of wo
-
-
 def is_wide(name: str) -> tuple[bool, bool]:
   """Whether inputs and outputs of a Param have the experts' width."""
   return name in ("wo", "wo_lora_a"), not name.startswith("wo") and not name.endswith("_lora_a")
@@ -199,17 +196,12 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split:
   """How the layer's tokens [B, T, D] and Params lie on the mesh of the layout in use."""
   if (layout := shardings.across_devices()) is None:
     return Split(None, (), (), (), ())
-  rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
-  return Split(layout.mesh, rows, length, *_held_axes(layout, layer.wo_shape))
-
-
-def _held_axes(layout: shardings.Layout, wo_shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-  """The mesh axes of the experts and of their width. Axes that split tokens are left out, but those of rows for the
-  experts: a sum over such devices would mix tokens, so that each gathers these parts of the experts."""
-  rows, length, _ = layout.rules.assign(HIDDEN, (0, 0, 0), "an activation")
-  experts, width, _ = layout.rules.assign(_WO, wo_shape, "experts")
-  spent = (length, (*rows, *length))
-  return [tuple(axis for axis in axes if axis not in s) for axes, s in zip((experts, width), spent, strict=True)]
+  # An axis of both tokens and weights splits the tokens, and weights are gathered: a sum over it would mix tokens.
+  rows, length, _ = layout.rules.assign(HIDDEN, (0, *x_shape[1:]), "an activation")
+  experts, width, _ = layout.rules.assign(("exp", "mlp", None), layer.wo_shape, "experts")
+  width = tuple(axis for axis in width if axis not in (*rows, *length))
+  experts = tuple(axis for axis in experts if axis not in length)  # those of rows gather each other's tokens
+  return Split(layout.mesh, layout.rules.leading(rows, x_shape[0]), length, experts, width)
 
 
 class RoutedMoe(nnx.Module):
@@ -313,10 +305,9 @@ class RoutedMoe(nnx.Module):
 
   def precision_of(self, name: str) -> Any:
     """Of the products with a matrix; a scale of rounded operands serves the whole width of an expert."""
-    layout = shardings.across_devices()
-    if not isinstance(self.precision, Rounded) or layout is None:
+    if not isinstance(self.precision, Rounded):
       return self.precision
-    width = _held_axes(layout, self.wo_shape)[1]
+    width = find_split(self, (0, 0, 0)).width
     return dataclasses.replace(self.precision, **{"inputs" if name == "wo" else "outputs": width})
 
   def _product(self, params: dict, name: str, x_RI, rows: Rows):
