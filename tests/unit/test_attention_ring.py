@@ -19,8 +19,11 @@ from maxghost.parallel.shardings import Layout, use
 
 B, H, K, WIDTH, VALUES = 2, 6, 3, 5, 4
 ALL = {"window": 9, "soft_cap": 1.3, "scale": 0.7}
-# (devices, positions, options, other mesh axes): balanced, windows that keys cross in one round or in several, and an
-# odd number of positions on a device.
+# Three heads of keys are whole while two devices have parts of the queries; positions take their second mesh axis.
+KEYS_WHOLE = (("activation_kv_heads", ()),)
+SECOND = (("activation_batch", ("data",)), ("activation_length", ("data",)), ("activation_length", ("context",)))
+# (devices, positions, options, other mesh axes): balanced, windows that keys cross in one round or in several, an odd
+# number of positions on a device, and rules.
 CASES = {
   "plain": (4, 16, {}, {}),
   "eight": (8, 32, {"soft_cap": 1.3}, {}),
@@ -31,6 +34,8 @@ CASES = {
   "odd": (4, 12, {}, {}),
   "rows": (4, 16, {"window": 14}, {"ici_data_parallelism": 2}),
   "heads": (2, 20, {}, {"ici_tensor_parallelism": 3}),
+  "keys whole": (2, 20, {}, {"ici_tensor_parallelism": 2, "logical_axis_rules": KEYS_WHOLE}),
+  "second choice": (4, 24, {"window": 3}, {"ici_data_parallelism": 2, "logical_axis_rules": SECOND}),
 }
 
 
@@ -46,7 +51,8 @@ def arrays(length: int, dtype=np.float64, heads=(H, K)):
 def ring_of(size: int, others: dict | None = None) -> Layout:
   keys = {"ici_context_parallelism": size, "ici_fsdp_parallelism": 1, **(others or {})}
   cfg = config.replace(config.load(), **keys)
-  return Layout.of(cfg.parallel, jax.devices()[: int(np.prod(list(keys.values())))])
+  sizes = [n for name, n in keys.items() if name.startswith("ici")]
+  return Layout.of(cfg.parallel, jax.devices()[: int(np.prod(sizes))])
 
 
 def with_gradients(kernel: str, segments, options: dict):

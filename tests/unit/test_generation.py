@@ -136,7 +136,8 @@ def test_streamed_pieces_are_the_whole_and_rows_do_not_see_each_other(model):
 @pytest.mark.parametrize(
   ("prompts", "num_new", "message"),
   [([], 3, "at least one token"), ([[1], []], 3, "at least one token"), ([[1] * 30], 11, "more than the 40 positions"),
-   ([[1], [2, tiny.VOCAB]], 3, "token id 263: the vocabulary of the model has the ids 0 to 262"), ([[-1]], 3, "id -1")],
+   ([[1], [2, tiny.VOCAB]], 3, "token id 263: the vocabulary of the model has the ids 0 to 262"), ([[-1]], 3, "id -1"),
+   ([[2**40]], 3, f"id {2**40}")],
 )  # fmt: skip
 def test_prompts_that_cannot_be_served(model, prompts, num_new, message):
   with pytest.raises(ValueError, match=message):

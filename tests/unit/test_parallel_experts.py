@@ -90,6 +90,15 @@ def test_a_layer_on_a_mesh_gives_the_numbers_of_one_device(name, one_device_laye
   assert "f32[12,24,10]" not in compiled.as_text()
 
 
+def test_mesh_axes_of_both_tokens_and_experts_mix_no_tokens(one_device_layer):
+  """Rules that give experts, or their width, the mesh axis of positions or of rows."""
+  rules = (("exp", ("context",)), ("mlp", ("fsdp",)), ("embed", ()))
+  mesh = {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 4, "logical_axis_rules": rules}
+  results, _ = layer_results(mesh)
+  for label, value in one_device_layer.items():
+    assert meshes.relative_error(results[label], value) < 2e-6, label
+
+
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8_stochastic", marks=pytest.mark.slow)])
 def test_products_of_codes_take_the_scale_of_an_experts_whole_width(quantization):
   """With the width on two devices: outputs, gradients and scores are those of one."""

@@ -92,7 +92,7 @@ def attend(q_BTHh, k_BSKh, v_BSKh, segment_ids_BT=None, *, kernel: str, window: 
 def _around(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H, shape: Shape):
   """`attend` where a mesh splits the positions: every device on its own, with the keys that come by."""
   layout: Any = shardings.current()
-  axes = layout.rules.active(layout.rules.first(QUERIES[1]))
+  axes = shardings.split_over(QUERIES, 1)
   size = layout.rules.parts(axes)
   ring = attention_ring.Ring.of(axes, size, q_BTHh.shape[1] // size, shape.window)
 
@@ -100,12 +100,12 @@ def _around(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H, shape: Shape):
     q_BKGTh, k_BKTh, v_BKTh, sinks_BKGT = _grouped(q_BTHh, k_BTKh, v_BTKh, sinks_H)
     return _ungrouped(attention_ring.attend(ring, shape, q_BKGTh, k_BKTh, v_BKTh, segment_ids_BT, sinks_BKGT))
 
-  return attention_flash.on_devices(run, layout, RING_KEYS, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H)
+  return attention_flash.on_devices(run, layout, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks_H)
 
 
 def in_ring(kernel: str, num_positions: int) -> bool:
   """Whether the keys go around a ring of devices, which have a part of the positions each."""
-  return resolve_kernel(kernel, num_positions) == "blockwise" and shardings.num_parts(QUERIES[1]) > 1
+  return resolve_kernel(kernel, num_positions) == "blockwise" and bool(shardings.split_over(QUERIES, 1))
 
 
 def resolve_kernel(kernel: str, num_positions: int) -> str:
@@ -114,7 +114,7 @@ def resolve_kernel(kernel: str, num_positions: int) -> str:
     raise ConfigError(f"attention={kernel}: use dot_product, blockwise, flash or autoselected")
   if kernel != "autoselected":
     return kernel
-  if num_positions > SHORT or (shardings.platform() == "cpu" and shardings.num_parts(QUERIES[1]) == 1):
+  if num_positions > SHORT or (shardings.platform() == "cpu" and not shardings.split_over(QUERIES, 1)):
     return "blockwise"
   return "dot_product"  # keys of short rows are gathered: a ring would send many small messages
 
@@ -136,7 +136,7 @@ def largest_logits(q_BTHh, k_BSKh, segment_ids_BT=None, window: int | None = Non
       mask_BTS = mask_BTS & (own_BT != 0)[..., None]
     return jnp.where(mask_BTS[:, None, None], shape.scores(q_BKGTh, k_BKSh), -jnp.inf).max((-2, -1))
 
-  if num_positions <= SHORT or shardings.num_parts("activation_length") > 1:
+  if num_positions <= SHORT or shardings.split_over(QUERIES, 1):
     largest_BKG = of(q_BKGTh, positions_S, segment_ids_BT)
   else:  # one query at a time
 

@@ -4,6 +4,7 @@ B batch, T positions, H query heads, K key/value heads, h head width.
 """
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from maxghost.config.values import ConfigError
 from maxghost.models import attention_blockwise, autodiff
-from maxghost.models.layers import KEYS, QUERIES
+from maxghost.models.layers import QUERIES
 from maxghost.parallel import shardings
 
 _LANES = 128
@@ -38,21 +39,22 @@ def splash(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks, shape, *, interpret: b
   run = functools.partial(_splash_whole, shape, interpret)
   if (layout := shardings.across_devices()) is None:
     return run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
-  if shardings.num_parts(QUERIES[1]) > 1:
+  if shardings.split_over(QUERIES, 1):
     needs = "attention=flash needs the positions of a row on one device, but the mesh splits them"
     raise ConfigError(f"{needs}; use attention=blockwise, or ici_context_parallelism=1")
   # A Pallas kernel is opaque to the partitioner: each device runs it on its own rows and heads.
-  return on_devices(run, layout, KEYS, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
+  return on_devices(run, layout, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
 
 
-def on_devices(run, layout: shardings.Layout, keys: tuple, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks):
-  """run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks) of each device on its part. keys: logical axes of k and v."""
-  specs = [layout.spec(QUERIES, q_BTHh.shape, "queries")]
-  specs += [layout.spec(keys, x.shape, name) for name, x in (("keys", k_BTKh), ("values", v_BTKh))]
-  rows = None if segment_ids_BT is None else layout.spec(QUERIES[:2], segment_ids_BT.shape, "segment ids")
-  axes = QUERIES[2:3] if sinks is None or sinks.ndim == 1 else QUERIES[:3]
-  by_head = None if sinks is None else layout.spec(axes, sinks.shape, "sinks")
-  mapped = shardings.mapped(run, layout.mesh, (*specs, rows, by_head), specs[0])
+def on_devices(run, layout: shardings.Layout, q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks):
+  """run(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks) of each device on its part of all, with the keys of its heads,
+  whatever the rules say of `activation_kv_heads`: devices that share the queries of a key get copies of it."""
+  *axes, _ = layout.rules.assign(QUERIES, q_BTHh.shape, "queries")
+  parts, kv_heads = layout.rules.parts(axes[2]), k_BTKh.shape[2]
+  k_BTKh, v_BTKh = (jnp.repeat(x, parts // math.gcd(parts, kv_heads), axis=2) for x in (k_BTKh, v_BTKh))
+  by_head = axes[-1 if sinks is None else -sinks.ndim :]
+  heads, rows, by_head = map(shardings.partition_spec, (axes, axes[:2], by_head))
+  mapped = shardings.mapped(run, layout.mesh, (heads, heads, heads, rows, by_head), heads)
   return mapped(q_BTHh, k_BTKh, v_BTKh, segment_ids_BT, sinks)
 
 

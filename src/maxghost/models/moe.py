@@ -182,9 +182,6 @@ class Split:
     return functools.reduce(lambda index, axis: index * self.mesh.shape[axis] + jax.lax.axis_index(axis), axes, 0)
 
 
-_WO = ("exp", "mlp", None)  # logical axes of wo
-
-
 def is_wide(name: str) -> tuple[bool, bool]:
   """Whether inputs and outputs of a Param have the experts' width."""
   return name in ("wo", "wo_lora_a"), not name.startswith("wo") and not name.endswith("_lora_a")
@@ -199,9 +196,12 @@ def find_split(layer, x_shape: tuple[int, ...]) -> Split:
   """How the layer's tokens [B, T, D] and Params lie on the mesh of the layout in use."""
   if (layout := shardings.across_devices()) is None:
     return Split(None, (), (), (), ())
-  rows, length, _ = layout.rules.assign(HIDDEN, x_shape, "an activation")
-  experts, width, _ = layout.rules.assign(_WO, layer.wo_shape, "experts")
-  return Split(layout.mesh, rows, length, experts, width)
+  # An axis of both tokens and weights splits the tokens, and weights are gathered: a sum over it would mix tokens.
+  rows, length, _ = layout.rules.assign(HIDDEN, (0, *x_shape[1:]), "an activation")
+  experts, width, _ = layout.rules.assign(("exp", "mlp", None), layer.wo_shape, "experts")
+  width = tuple(axis for axis in width if axis not in (*rows, *length))
+  experts = tuple(axis for axis in experts if axis not in length)  # those of rows gather each other's tokens
+  return Split(layout.mesh, layout.rules.leading(rows, x_shape[0]), length, experts, width)
 
 
 class RoutedMoe(nnx.Module):
@@ -305,10 +305,9 @@ class RoutedMoe(nnx.Module):
 
   def precision_of(self, name: str) -> Any:
     """Of the products with a matrix; a scale of rounded operands serves the whole width of an expert."""
-    layout = shardings.across_devices()
-    if not isinstance(self.precision, Rounded) or layout is None:
+    if not isinstance(self.precision, Rounded):
       return self.precision
-    width = layout.rules.assign(_WO, self.wo_shape, "experts")[1]
+    width = find_split(self, (0, 0, 0)).width
     return dataclasses.replace(self.precision, **{"inputs" if name == "wo" else "outputs": width})
 
   def _product(self, params: dict, name: str, x_RI, rows: Rows):

@@ -216,9 +216,9 @@ def across_devices() -> Layout | None:
   return None if layout is None or layout.num_devices == 1 else layout
 
 
-def num_parts(axis: str) -> int:
-  """Number of parts of a logical axis by the current layout's first rule for it; 1 without a layout."""
-  return 1 if (layout := current()) is None else layout.rules.parts(layout.rules.first(axis))
+def split_over(axes: Sequence[str | None], i: int) -> tuple[str, ...]:
+  """The mesh axes of several devices that split dimension i of a tensor with these logical axes."""
+  return () if (layout := across_devices()) is None else layout.rules.assign(axes, [0] * len(axes), "a tensor")[i]
 
 
 def mapped(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:

@@ -113,12 +113,12 @@ class Generator:
       said = f"a prompt of {lengths_B.max()} tokens and {num_new} new ones are more than the"
       raise ValueError(f"{said} {self._cache_size} positions of the cache")
     width = min(-(-int(lengths_B.max()) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, self._cache_size)
-    tokens_BT = np.zeros((len(lengths_B), width), np.int32)
+    tokens_BT = np.zeros((len(lengths_B), width), np.int64)  # holds wrong ids too
     for row, prompt in zip(tokens_BT, prompts, strict=True):
       row[: len(prompt)] = prompt
     if len(wrong := tokens_BT[(tokens_BT < 0) | (tokens_BT >= vocab_size)]):  # the lookup would give NaN
       raise ValueError(f"token id {wrong[0]}: the vocabulary of the model has the ids 0 to {vocab_size - 1}")
-    return tokens_BT, lengths_B
+    return tokens_BT.astype(np.int32), lengths_B
 
   def _read_prompts(self, state, tokens_BT, lengths_B, keys_B, num_new: int) -> dict[str, Any]:
     logits_BV, kept = read_prompts(nnx.merge(self._graphdef, state), tokens_BT, lengths_B, self._cache_size)

@@ -93,7 +93,7 @@ def append(kept, new, counts_B, lengths_B=None):
   lengths_B: how many of the T new tokens are real; None: T = 1. One token each is put in a loop over the rows, which
   XLA does in place; a scatter over all rows makes it rearrange the whole cache on one device, but a mesh needs it.
   """
-  in_loop = shardings.num_parts("activation_batch") == 1
+  in_loop = not shardings.split_over(("activation_batch",), 0)
 
   def put(kept, new):
     if lengths_B is not None:

@@ -20,7 +20,7 @@ from maxghost import config
 from maxghost.config.validate import ROUNDED
 from maxghost.ghost.attach import ScoredParam, Twin, attach
 from maxghost.models import stack
-from maxghost.parallel.shardings import AXES, HOST, Layout, num_parts, slash_path, use
+from maxghost.parallel.shardings import AXES, HOST, Layout, slash_path, use
 from maxghost.training import devices, state
 from maxghost.training.diloco import INNER, Diloco
 from maxghost.training.memory_report import MemoryEstimate, Rows, Tensor, num_bytes
@@ -145,8 +145,7 @@ class Device:
 
   def part(self, size: int, axis: str) -> int:
     """Size of an activation's dimension on this device. axis: its logical name."""
-    with use(self.layout):
-      return -(-size // num_parts(axis))
+    return -(-size // self.layout.rules.parts(self.layout.rules.first(axis)))
 
   def _local_rows(self, num_rows: int) -> int:
     return self.layout.rows(num_rows).shard_shape((num_rows,))[0]
