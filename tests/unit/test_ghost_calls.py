@@ -3,6 +3,9 @@
 n examples, T positions.
 """
 
+import collections
+import dataclasses
+import enum
 import functools
 import types
 
@@ -30,6 +33,7 @@ from test_ghost_foreign import (
 )
 
 from maxghost import ghost
+from maxghost.ghost import engine as engine_lib
 from maxghost.ghost import rules
 
 
@@ -315,6 +319,40 @@ def test_what_a_loss_function_reads_by_others_may_change_in_place(regression, ho
   assert oracles.relative_error(found[2], 9 * found[0]) < 1e-5
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+  scale: float
+
+  def __call__(self, model, batch):
+    return self.scale * scaled_by_none(model, batch)
+
+
+class Kind(enum.Enum):
+  ONE = 1
+  TWO = 2
+
+
+def test_slots_sets_and_dicts_of_any_keys_may_change(regression):
+  slotted, numbers, row, named = Slotted(1.0), {1.0}, collections.deque([1.0]), {"one": 1.0}
+  of_kind = {Kind.ONE: 1.0, Kind.TWO: 0.0}
+  cases = [
+    (slotted, lambda: setattr(slotted, "scale", 3.0)),
+    (lambda *args: sum(numbers) * scaled_by_none(*args), lambda: numbers.add(2.0)),
+    (lambda *args: sum(row) * scaled_by_none(*args), lambda: row.append(2.0)),
+    (lambda *args: sum(of_kind.values()) * scaled_by_none(*args), lambda: of_kind.update({Kind.TWO: 2.0})),
+    (lambda *args: getattr(slotted, "scale", 1) * scaled_by_none(*args), lambda: setattr(slotted, "scale", 4.0)),
+    (lambda *args: named.get("one", 3.0) * scaled_by_none(*args), lambda: named.update(two=named.pop("one"))),
+  ]
+  for loss_fn, change in cases:
+    first, again = (engine_lib._identity(loss_fn)[0] for _ in range(2))
+    change()
+    assert first == again != engine_lib._identity(loss_fn)[0]
+  engine, slotted.scale = ghost.GhostEngine(engine="jvp"), 1.0
+  before = score(engine, *regression, loss_fn=slotted).dot
+  slotted.scale = 3.0
+  assert oracles.relative_error(score(engine, *regression, loss_fn=slotted).dot, 9 * before) < 1e-5
+
+
 class Wide(Mlp):
   def __call__(self, x):
     return KEPT["scale"][0] * super().__call__(x)
@@ -359,3 +397,37 @@ def test_every_id_has_the_row_of_a_table_with_one():
     score(ghost.GhostEngine(engine=engine), *args, loss_fn=tagging_loss) for engine in ("graddotprod", "perexample")
   )
   assert oracles.relative_error(found.per_param["table/embedding"], expected.per_param["table/embedding"]) < 1e-5
+
+
+@pytest.mark.parametrize("weights", [[1, -1, 2, -2, 0, 0], [[1, -1], [0, 0], [2, -2], [0, 0], [0, 0], [0, 0]]])
+def test_weights_that_cancel_are_refused(weights):
+  """A mean over a weight of 0 would be infinite; a batch without any weight has scores of 0."""
+  weights, model = np.asarray(weights, np.float32), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  batch = {"x": np.arange(18, dtype=np.float32).reshape(6, 3) % 5, "w": weights}
+
+  def loss_fn(model, batch):
+    losses = jnp.square(model(batch["x"]))
+    return losses if batch["w"].ndim == 2 else losses.sum(-1), batch["w"]
+
+  engine, val = ghost.GhostEngine(), {**batch, "w": np.abs(weights)}
+  with pytest.raises(ValueError, match=r"weights of train_batch add up to 0.0: a mean loss needs a sum above 0"):
+    score(engine, model, batch, val, loss_fn=loss_fn)
+  assert not score(engine, model, {**batch, "w": 0 * weights}, val, loss_fn=loss_fn).dot.any()
+
+
+class GhostNames(nnx.Module):
+  def __init__(self):
+    self.ghost_scale = nnx.Param(jnp.arange(1.0, 4))
+
+  def __call__(self, x):
+    return x * self.ghost_scale[None]
+
+
+def test_parameters_may_have_names_like_those_of_probes(monkeypatch):
+  monkeypatch.setitem(rules.RULES, GhostNames, ghost.Rule())
+  x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+  found = [
+    score(ghost.GhostEngine(engine=engine), GhostNames(), x, x[:2], loss_fn=lambda m, x: jnp.square(m(x)).sum(-1)).dot
+    for engine in ("graddotprod", "perexample")
+  ]
+  assert oracles.relative_error(*found) < 1e-5

@@ -151,6 +151,17 @@ def test_methods_out_of_order_say_what_comes_first(engine, tmp_path):
   assert not (tmp_path / "scores").exists()
 
 
+def test_the_scores_of_a_batch_are_not_those_of_the_next(engine, tmp_path):
+  """Also in a loop that leaves out `clear_gradients`, or `prepare_gradients` in a step."""
+  manager = make_manager(engine, tmp_path, VALS[0])
+  manager.attach_train_batch(BATCHES[0])
+  with tiny.cheap_compilation():
+    manager.prepare_gradients()
+  manager.attach_train_batch(BATCHES[1], ids=range(N))
+  with pytest.raises(ValueError, match=r"out of order: prepare_gradients\(\)"):
+    manager.aggregate_and_log(1)
+
+
 def test_ids_settings_and_batch_sizes_are_checked(engine, tmp_path):
   manager = make_manager(engine, tmp_path, VALS[0])
   with pytest.raises(ValueError, match="5 ids for 6 examples"):

@@ -522,6 +522,15 @@ def test_adam_inside_of_other_transformations_is_found_with_its_constants(made):
   assert state_of(made).constants == {(0.8, 0.999, 1e-8)}
 
 
+def test_the_state_of_adam_is_refused_for_another_optimizer():
+  """Its first moments would be taken for the momentum of Muon's matrices."""
+  state = state_of(optax.adamw(1e-3))
+  for rule in (optimizers.Muon(), optimizers.Muon().marginal()):
+    with pytest.raises(ValueError, match="the optimizer is Adam, but the engine's cfg has opt_type=muon: give state="):
+      state.rule_state(rule)
+  assert state.rule_state(optimizers.AdamW(b2=0.999)).arrays["first_moment"] is state.first_moments
+
+
 @pytest.mark.parametrize(
   "made",
   [

@@ -24,13 +24,13 @@ from maxghost.ghost import ledger, rules, schedules
 from maxghost.ghost.attach import matching, parameters, prepare_twin
 from maxghost.ghost.directions import DirectionSpec
 from maxghost.ghost.schedules.forward_mode import refuse_custom_vjp
-from maxghost.ghost.schedules.passes import total
 from maxghost.objectives import Objective, as_objective, create
 from maxghost.objectives.base import refuse_loss
 from maxghost.optimizers import AdamState, RuleState, by_label, direction_rule
 
 MAX_COMPILED = 16  # programs that a GhostEngine keeps
 _BOUND = (types.MethodType, types.CellType, functools.partial, property, staticmethod, classmethod)
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _LIBRARIES = sys.stdlib_module_names | {"flax", "jax", "maxghost", "numpy", "optax"}
 
 
@@ -166,8 +166,8 @@ class GhostEngine:
       self._compiled.popitem(last=False)
     program, _, checked = self._compiled[key]
     run = functools.partial(program, params, rest, train_batch, val_batches, state, delta)
-    result, total, largest, sums = run(all_rows)
-    if total < 0:
+    result, weights, largest, sums = run(all_rows)
+    if (total := weights.sum()) <= 0 and weights.any():
       raise ValueError(f"the weights of train_batch add up to {total}: a mean loss needs a sum above 0")
     # A score that is 0 (below a head of zeros) or NaN would hide that rows read each other.
     if found := {label for label, (own, _) in largest.items() if label not in checked and 0 < own < np.inf}:
@@ -236,21 +236,17 @@ class GhostEngine:
       known = by_label(out.passed.grads), out.parts, out.passed.facts
       checkable = twin.scored if twin and any(known[1:]) and not narrow else ()
       sums = {p.label: (*ledger.score_sums((p,), scores), ledger.used((p,), *known)) for p in checkable}
-      return self._result(problem, out, many), out.passed.weights.sum(), largest, sums
+      return self._result(out, many), out.passed.weights, largest, sums
 
     return jax.jit(run)
 
-  def _result(self, problem: schedules.Problem, scored: schedules.Scored, many: bool) -> GhostResult:
-    twin, out = problem.twin, scored.passed
-    per_param, additive = out.scores, scored.additive
+  def _result(self, scored: schedules.Scored, many: bool) -> GhostResult:
+    out, per_param, additive = scored.passed, scored.passed.scores, scored.additive
     if self.per_position and additive.ndim < 3:
       found = f"per_position=True needs losses of each position, but those of the batch have shape {out.losses.shape}"
       raise ValueError(f"{found}: return losses [n, T], or use per_position=False")
-    if (with_positions := additive.ndim > 2) and twin is not None:
-      per_param = {label: v.sum(-1) for label, v in per_param.items()}
-      additive = total(twin, per_param)
-    elif with_positions:
-      additive = additive.sum(-1)
+    if with_positions := additive.ndim > 2:
+      per_param, additive = {label: v.sum(-1) for label, v in per_param.items()}, additive.sum(-1)
     weights = out.weights.reshape(out.weights.shape[0], -1).sum(-1)
     share = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
     per_share = jnp.where(share != 0, 1 / jnp.where(share != 0, share, 1), 0)
@@ -306,8 +302,8 @@ def _identity(*roots: object):
   places = {one: place for place, one in enumerate(held)}
 
   def of(x, parts: list):
-    made_anew = (parts and isinstance(x, (types.FunctionType, *_BOUND))) or not jax.tree_util.all_leaves([x])
-    own = (type(x), jax.tree.structure(x)) if made_anew else id(x)
+    made_anew = parts and isinstance(x, (types.FunctionType, *_BOUND, *_CONTAINERS))
+    own = type(x) if made_anew else id(x) if jax.tree_util.all_leaves([x]) else (type(x), jax.tree.structure(x))
     return own, x.tobytes() if isinstance(x, np.ndarray) else None, *(places[id(part)] for part in parts)
 
   return tuple(of(x, _read(x, names)) for x in held.values()), held
@@ -319,18 +315,19 @@ def _read(x, names: set) -> list:
   if isinstance(x, (Objective, jax.Array, np.ndarray)) or _of_library(x):
     return []
   if isinstance(x, types.CodeType):
-    names.update(x.co_names)
+    names.update(x.co_names, (name for name in x.co_consts if isinstance(name, str)))
     return [part for part in x.co_consts if isinstance(part, types.CodeType)]
   if isinstance(x, types.FunctionType):
     read = (x.__globals__[name] for name in _globals(x.__code__) if name in x.__globals__)
     return [x.__code__, x.__closure__, x.__defaults__, x.__kwdefaults__, *read]
-  if isinstance(x, _BOUND):
-    return gc.get_referents(x)
-  if not jax.tree_util.all_leaves([x]):  # such as a list, or a model, that changes in place
+  if isinstance(x, (*_BOUND, *_CONTAINERS)):
+    return [*x, *x.values()] if isinstance(x, dict) else gc.get_referents(x)
+  if not jax.tree_util.all_leaves([x]):  # such as a model, that changes in place
     return jax.tree.leaves(x)
   holders = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
   held = collections.ChainMap(*(dict(vars(x)) for x in holders if hasattr(x, "__dict__") and not _of_library(x)))
-  return [held[name] for name in sorted(names & held.keys())]
+  read = sorted(names & held.keys())
+  return [getattr(x, n, None) if isinstance(held[n], types.MemberDescriptorType) else held[n] for n in read]
 
 
 def _of_library(x) -> bool:

@@ -59,7 +59,7 @@ class GhostEngineManager:
     ids = [None] * count if ids is None else [*in_order]
     if len(ids) != count:
       raise ValueError(f"{len(ids)} ids for {count} examples: give one id per example")
-    self._batch, self._ids = batch, [_document(own) for own in ids]
+    self._batch, self._ids, self._result = batch, [_document(own) for own in ids], None
 
   def prepare_forward_input(self):
     """Returns the attached batch; unlike in a hook-based engine, nothing has to be appended to it."""

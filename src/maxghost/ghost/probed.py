@@ -24,6 +24,7 @@ from maxghost.parallel import shardings
 from maxghost.parallel.shardings import constrain
 
 ARRAYS = (nnx.Variable, jax.Array, np.ndarray)  # the data of a layer
+_OWN = (directions.GhostProbe, directions.GhostDirection)  # what a twin has besides
 SCORES = (None, "activation_batch", "activation_length")  # logical axes of a score [K, n(, T)]
 
 
@@ -70,7 +71,7 @@ def probed_call(twin: Any, rule: rules.Rule, method: str, /, *args, **kwargs):
   info: TwinInfo = twin.ghost_info
   bound = inspect.signature(getattr(type(twin).__base__, method)).bind(twin, *args, **kwargs)
   args, kwargs = bound.args[1:], bound.kwargs  # rules know arguments by place
-  values = {n: v[...] for n, v in vars(twin).items() if isinstance(v, ARRAYS) and not n.startswith("ghost_")}
+  values = {n: v[...] for n, v in vars(twin).items() if isinstance(v, ARRAYS) and type(v) not in _OWN}
   parts = {p.name: tuple(getattr(twin, part_name(p.name, part))[...] for part in p.parts) for p in info.scored}
   kinds = ("probe", "facts") if info.scored[0].spec.in_backward else ("probe",)
   probes = {p.name: {kind: getattr(twin, part_name(p.name, kind))[...] for kind in kinds} for p in info.scored}

@@ -180,7 +180,9 @@ class AdamState:
     return cls(state.arrays["second_moment"], state.count, state.clip_factor, state.arrays["first_moment"], constants)
 
   def rule_state(self, rule: UpdateRule | None = None) -> RuleState:
-    """Raises ValueError for constants that are not those of `rule`."""
+    """Raises ValueError for constants that are not those of `rule`, and for a rule that is not Adam's."""
+    if self.constants and not (rule is None or rule.identity or isinstance(rule, AdamW)):
+      raise ValueError(f"the optimizer is Adam, but the engine's cfg has opt_type={rule.name}: give state= of its own")
     if isinstance(rule, AdamW) and (others := self.constants - {own := (rule.b1, rule.b2, rule.eps)}):
       said = f"(b1, b2, eps) of the optimizer are {', '.join(map(str, sorted(others)))}, but those of the engine {own}"
       raise ValueError(f"{said}: set adam_b1, adam_b2 and adam_eps of its configuration to the optimizer's")
