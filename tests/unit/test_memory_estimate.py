@@ -382,7 +382,8 @@ def test_the_verdict_counts_the_rows_that_a_device_has(axis, rows):
   cfg = config.replace(config.load(), **({"ici_fsdp_parallelism": 1} | keys))
   estimated = estimate(cfg, Layout.of(cfg.parallel, jax.devices()[:2]))
   length = cfg.data.max_target_length
-  assert f"tokens per device: {rows * length:,} = {rows} rows of {length} tokens" in verdict(estimated, estimated.total - 1)[1]
+  lines = verdict(estimated, estimated.total - 1)
+  assert f"tokens per device: {rows * length:,} = {rows} rows of {length} tokens" in lines[1]
 
 
 def test_settings_that_need_each_other_are_all_printed():
