@@ -375,6 +375,17 @@ def test_the_verdict_names_the_largest_tensors_and_settings_that_make_it_fit():
   assert time.perf_counter() - begin < 10
 
 
+@pytest.mark.parametrize(("axis", "rows"), [("tensor", 4), ("context", 2)])
+def test_the_verdict_counts_the_rows_that_a_device_has(axis, rows):
+  """Devices that share a matrix have the same rows."""
+  keys = {f"ici_{axis}_parallelism": 2, "ici_data_parallelism": 1, "per_device_batch_size": 2, "vocab_size": 260}
+  cfg = config.replace(config.load(), **({"ici_fsdp_parallelism": 1} | keys))
+  estimated = estimate(cfg, Layout.of(cfg.parallel, jax.devices()[:2]))
+  length = cfg.data.max_target_length
+  lines = verdict(estimated, estimated.total - 1)
+  assert f"tokens per device: {rows * length:,} = {rows} rows of {length} tokens" in lines[1]
+
+
 def test_settings_that_need_each_other_are_all_printed():
   """Weights leave the device by segments: the line before that of the segments is not a step of its own."""
   given = ("model_name=gpt2-small", "max_target_length=1024", "per_device_batch_size=16", "mtp_num_layers=1")

@@ -6,6 +6,7 @@ weights that the host gives. U pairs, B = 2 U rows, T positions, S segments of a
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from maxghost.config import ConfigError, plugins
 from maxghost.data.types import Batch
 from maxghost.objectives import LanguageModelLoss
 from maxghost.parallel.shardings import Layout
-from maxghost.training import compiled_steps
+from maxghost.training import compiled_steps, own_objective
 from maxghost.training.plan import Plan
 from maxghost.training.score_recorder import scored_rows
 
@@ -337,6 +338,13 @@ def test_an_objective_whose_units_read_each_other_is_refused(read, monkeypatch, 
     assert train.main([*arguments, f"base_output_directory={tmp_path}", "ghost_val_sets=words"]) == 2
   assert "objective=pair_mean: losses of a row change with other rows, by" in capsys.readouterr().err
   assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_losses_that_are_not_numbers_where_all_rows_are_alike_are_refused():
+  """As of losses divided by their deviation over the batch. Losses that were none before are the step's to report."""
+  with pytest.raises(ConfigError, match="losses of a row change with other rows, by nan of 2"):
+    own_objective.refuse_coupled(config.load(), math.nan, 2.0)
+  own_objective.refuse_coupled(config.load(), math.nan, math.nan)
 
 
 def test_slices_that_train_apart_have_an_objectives_maxima_and_are_all_checked(monkeypatch):

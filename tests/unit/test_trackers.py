@@ -63,6 +63,20 @@ def test_a_tracker_gets_the_numbers_of_every_record(name, functions, library, tm
   assert json.loads(json.dumps(held))["run_name"] == "mine"
 
 
+@pytest.mark.parametrize("function", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_named_in_one_line(function, library, monkeypatch, tmp_path):
+  library("wandb")
+
+  def fail(*args, **kwargs):
+    raise RuntimeError("api_key not configured\nTraceback")
+
+  monkeypatch.setattr(sys.modules["wandb"], function, fail)
+  with pytest.raises(OSError, match=r"^trackers=wandb failed \(RuntimeError: api_key not configured\); set it up, or"):
+    (tracker,) = trackers.open_all(config.load(None, "trackers=wandb", "enable_tensorboard=false"), tmp_path, 0)
+    tracker.append(RECORDS[0])
+    tracker.close()
+
+
 def test_a_tracker_that_is_not_installed_is_named_with_its_command():
   with pytest.raises(ConfigError, match=r"trackers=trackio needs the package trackio; .* pip install trackio"):
     trackers.check(config.load(None, "trackers=[trackio]"))

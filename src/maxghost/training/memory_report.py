@@ -143,7 +143,7 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: int) -> list[str]:
     return [f"memory: needs {shown(need)} of {shown(have)} per device; {shown(have - need)} to spare"]
   lines = [f"memory: does not fit: needs {shown(need)} per device, has {shown(have)}, {shown(need - have)} too much"]
   data, accumulated = estimate.cfg.data, estimate.cfg.optimizer.gradient_accumulation_steps
-  rows = f"{data.per_device_batch_size} rows of {data.max_target_length} tokens"
+  rows = f"{estimate.tokens / data.max_target_length:g} rows of {data.max_target_length} tokens"
   micro = f", in each of {accumulated} micro-batches" if accumulated > 1 else ""
   lines.append(f"  tokens per device: {estimate.tokens:,} = {rows}{micro}")
   return lines + advice(estimate, capacity_bytes)

@@ -50,6 +50,6 @@ def make_comparison(cfg: Config, graphdef, num_rows: int):
 
 def refuse_coupled(cfg: Config, change: float, loss: float) -> None:
   """Raises ConfigError if a unit's losses change with the rows of others."""
-  if change > max(TOLERANCE, 4 * float(jnp.finfo(cfg.model.dtype).eps)) * loss:
+  if np.isfinite(loss) and not change <= max(TOLERANCE, 4 * float(jnp.finfo(cfg.model.dtype).eps)) * loss:  # or NaN
     said = f"objective={cfg.optimizer.objective}: losses of a row change with other rows, by {change:.3g} of {loss:.3g}"
     raise ConfigError(f"{said}, so scores would be wrong: compute the losses of a unit from its own rows alone")

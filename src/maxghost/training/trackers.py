@@ -5,26 +5,26 @@ server and project by its own settings, such as WANDB_PROJECT or MLFLOW_TRACKING
 """
 
 import contextlib
-import importlib
 import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from maxghost.config import Config, ConfigError
+from maxghost.config.values import first_line
 from maxghost.training.metrics import SAMPLE
-
-PROJECT = "maxghost"
 
 
 class Tracker:
-  """The numbers of each record to a library. log: as `log(numbers, step=...)`. close: ends the library's run."""
+  """The numbers of each record to a library. Raises OSError for all that fails there."""
 
-  def __init__(self, log: Callable[..., Any], close: Callable[[], Any]):
-    self._log, self.close = log, close
+  def __init__(self, name: str, cfg: Config, path: Path):
+    named = _named(name)
+    library = named(importlib.import_module)(name)
+    self._log, self.close = map(named, named(_OPEN[name])(library, cfg, path))
 
   def append(self, record: Mapping[str, Any]) -> None:
     self._log(_numbers(record), step=record["step"])
@@ -92,7 +92,7 @@ def check(cfg: Config) -> None:
 
 def open_all(cfg: Config, path: Path, first_step: int) -> tuple:
   """All that a configuration asks for. path: of the run; its name is that of the tracker's run too."""
-  opened: list = [_OPEN[name](importlib.import_module(name), cfg, path) for name in cfg.run.trackers]
+  opened: list = [Tracker(name, cfg, path) for name in cfg.run.trackers]
   if cfg.run.enable_tensorboard:
     opened.append(TensorBoard(path / "tensorboard", first_step))
   if cfg.run.profiler:
@@ -100,21 +100,28 @@ def open_all(cfg: Config, path: Path, first_step: int) -> tuple:
   return tuple(opened)
 
 
-def _wandb(wandb: Any, cfg: Config, path: Path) -> Tracker:
-  project = os.environ.get("WANDB_PROJECT", PROJECT)
-  run = wandb.init(project=project, name=path.name, id=path.name, resume="allow", dir=str(path), config=cfg.flat())
-  return Tracker(run.log, run.finish)
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+  """As a decorator: one line with the tracker's name for what a function of its library raises."""
+  try:
+    yield
+  except Exception as error:  # of the library's own types
+    said = f"trackers={name} failed ({type(error).__name__}: {first_line(error)})"
+    raise OSError(f"{said}; set it up, or leave it out of trackers") from error
 
 
-def _trackio(trackio: Any, cfg: Config, path: Path) -> Tracker:
-  trackio.init(project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=path.name, resume="allow", config=cfg.flat())
-  return Tracker(trackio.log, trackio.finish)
+def _wandb(library: Any, cfg: Config, path: Path) -> tuple[Callable, Callable]:
+  """Of wandb, and of trackio, which has its functions."""
+  name, own = library.__name__, {"id": path.name, "dir": str(path)}
+  project = os.environ.get(f"{name.upper()}_PROJECT", "maxghost")
+  library.init(project=project, name=path.name, resume="allow", config=cfg.flat(), **(own if name == "wandb" else {}))
+  return library.log, library.finish
 
 
-def _mlflow(mlflow: Any, cfg: Config, path: Path) -> Tracker:
+def _mlflow(mlflow: Any, cfg: Config, path: Path) -> tuple[Callable, Callable]:
   mlflow.start_run(run_name=path.name)
   mlflow.log_params({key: str(value)[:500] for key, value in cfg.flat().items()})
-  return Tracker(mlflow.log_metrics, mlflow.end_run)
+  return mlflow.log_metrics, mlflow.end_run
 
 
-_OPEN: dict[str, Callable[[Any, Config, Path], Tracker]] = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+_OPEN: dict[str, Callable] = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _wandb}
