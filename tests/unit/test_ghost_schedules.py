@@ -357,3 +357,19 @@ def test_ghostsuites_log_is_the_dot_product_by_v_over_n_plus_v_squared(schedule,
   result = foreign.score(ghost.GhostEngine(schedule=schedule), model, train, val, loss_fn=squared_loss)
   logged = ghostsuite_log(tiny.by_label(model), train, val)
   assert oracles.relative_error(result.dot * num_val / (N + num_val) ** 2, logged) < 1e-5
+
+
+def loss_of_large_targets(model, batch):
+  size_n = jnp.square(batch["y"]).sum(-1)
+  return squared_loss(model, batch)[0], size_n > size_n.mean()
+
+
+def test_weights_that_read_all_rows_read_those_of_their_own_batch():
+  """Schedule concat has one batch of both kinds of rows."""
+  model, rng, results = foreign.randomized(Dense), np.random.default_rng(0), {}
+  train, val = ({"x": rng.normal(size=(N, 5)), "y": scale * rng.normal(size=(N, 3))} for scale in (1, 5))
+  for schedule in ("two_pass", "concat"):
+    engine = ghost.GhostEngine(schedule=schedule)
+    results[schedule] = foreign.score(engine, model, train, val, loss_fn=loss_of_large_targets)
+  for name in ("dot", "share", "loss", "val_loss"):
+    assert oracles.relative_error(*(getattr(result, name) for result in results.values())) < 1e-5, name

@@ -17,7 +17,7 @@ from maxghost.parallel.shardings import constrain_state
 
 
 def run(problem: Problem) -> Scored:
-  twin, (_, params, rest), batch = problem.twin, problem.model, problem.batch
+  twin, (_, params, rest), batch, (val_batch,) = problem.twin, problem.model, problem.batch, problem.val_batches
   assert twin is not None
   loss_fn, val_loss = as_objective(problem.loss), as_objective(problem.val_losses[0])
   if type(loss_fn) is not type(val_loss) or not vars(val_loss).items() <= vars(loss_fn).items():
@@ -25,14 +25,17 @@ def run(problem: Problem) -> Scored:
     raise ValueError(f"{said}; use ghost_schedule=two_pass")
   ignored = {p.label: jnp.zeros((*p.stack_shape, *p.shape), float) for p in twin.scored}
   directions = twin.direction_state(direction_parts(twin.scored, [ignored], problem.state)[0])
-  both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, problem.val_batches[0])
-  rows = jax.tree.leaves(batch)[0].shape[0]
+  both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, val_batch)
+  # Weights may read all rows of their batch, but no parameters: XLA computes nothing else of these calls.
+  plain = problem.model.merge(params)
+  weights, val_weights = loss_fn.measured(plain, batch)[1], val_loss.measured(plain, val_batch)[1]
 
   def loss(params, probes):
     with pipeline.whole_rows(True):
-      losses, weights, _ = loss_fn.measured(twin.merge(params, probes, directions, rest), both)
-    train, val = passes.mean_loss(losses[:rows], weights[:rows]), passes.validation_mean(losses[rows:], weights[rows:])
-    return train + val, (train, val, losses[:rows], passes.wide_weights(losses, weights)[:rows])
+      losses, *_ = loss_fn.measured(twin.merge(params, probes, directions, rest), both)
+    losses, val_losses = losses[: len(weights)], losses[len(weights) :]
+    train, val = passes.mean_loss(losses, weights), passes.validation_mean(val_losses, val_weights)
+    return train + val, (train, val, losses, passes.wide_weights(losses, weights))
 
   value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
   (_, (train, val, losses, weights)), (grads, probe_grads) = value_and_grad(params, twin.zero_probes())

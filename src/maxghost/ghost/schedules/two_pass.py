@@ -18,13 +18,12 @@ from maxghost.optimizers import by_label
 def run(problem: Problem) -> Scored:
   twin, model, batch = problem.twin, problem.model, problem.batch
   assert twin is not None
-  found, early, num_micro = passes.validation(problem), twin.spec.early, problem.settings.num_micro
+  found, early, num_micro, suited = passes.validation(problem), twin.spec.early, problem.settings.num_micro, {}
   if early:
     first = passes.accumulated(model, problem.loss, batch, num_micro)
     labelled, directions, suited = passes.whole_directions(problem, found.gradients, first.grads)
     directions += [by_label(first.grads)] if twin.spec.own else []
   else:
-    suited = {}
     directions = labelled = passes.extrapolated(problem.secant, [by_label(g) for g in found.gradients])
   parts, share = direction_parts(twin.scored, directions, problem.state, suited=suited)
   if problem.settings.in_turn:
