@@ -184,6 +184,21 @@ def test_a_loss_that_no_step_reads_is_refused(name):
   assert type("Focal", (LanguageModelLoss,), both)().measured_head(None, None, None) is None
 
 
+class Tripled(LanguageModelLoss):
+  def embed(self, model, batch):
+    hidden = super().embed(model, batch)
+    return dataclasses.replace(hidden, x_BTD=3 * hidden.x_BTD)
+
+
+def test_a_stage_is_that_of_every_schedule():
+  """`measured`, which two_pass and evaluations read, runs the stages that reverse_scan runs."""
+  model = tiny.make_model(tiny.make_config(scan_layers=True))
+  found, _ = Tripled()(model, TRAIN[0])
+  model.token_embedder.embedding[...] *= 3
+  expected, weights = LanguageModelLoss()(model, TRAIN[0])
+  np.testing.assert_allclose(found * weights, expected * weights, rtol=1e-5)
+
+
 class Odd(PairMean):
   """One weight for each row, or a metric that has the name of the step's loss."""
 

@@ -51,8 +51,9 @@ class LanguageModelLoss(StagedLoss):
     return self.measured(model, batch)[:2]
 
   def measured(self, model, batch):
-    hidden = model.hidden(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], self.dropout_key)
-    return self.measured_head(model, hidden, batch)
+    embedded = self.embed(model, batch)
+    x = model.decoder(embedded, *self.layer_inputs(batch), self.dropout_key)
+    return self.measured_head(model, self.joined(embedded, x) if self.passes_embedded else x, batch)
 
   def metrics(self, x: Hidden, batch) -> dict:
     """Means over layers and weighted tokens for a model with experts; the largest attention logits with use_qk_clip.

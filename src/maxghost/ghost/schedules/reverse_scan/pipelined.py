@@ -81,6 +81,7 @@ class Passed:
     rows = [jax.tree.leaves(x)[0].shape[0] for x in embedded]
     self.passages = passages(self.layers.stacked()[2].shape[0], rows)
     self.outputs, self.kept = [], []
+    self._inputs = [rows.loss.layer_inputs(rows.batch) for rows in batches]
     for passage in self.passages:
       own = passage.of(embedded), passage.of(self._inputs)
 
@@ -93,10 +94,6 @@ class Passed:
       outputs, kept = passage.whole.map(local, *specs)(*own, self.layers.stacked())
       self.outputs += outputs
       self.kept.append(kept)
-
-  @property
-  def _inputs(self) -> list:
-    return [rows.loss.layer_inputs(rows.batch) for rows in self.batches]
 
   def _body(self, x, layer, inputs):
     params, rest, _ = layer
