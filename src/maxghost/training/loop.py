@@ -84,7 +84,8 @@ class TrainingLoop:
     num_steps = self._cfg.run.steps
     rate = learning_rate_schedule(self._cfg.optimizer, num_steps)(max(position.completed_steps - 1, 0))
     taken = (position.pending or {}).get("learning/current_learning_rate", rate)
-    self._rescheduled = position.closing is None and not np.isclose(taken, rate, rtol=1e-5, atol=0)
+    same = position.closing is not None or np.isclose(taken, rate, rtol=1e-5, atol=0)
+    self._rescheduled = None if same else position.completed_steps
     self._sinks.console.start(num_steps, position.completed_steps)
     try:
       self._last_ready = time.perf_counter()
@@ -277,9 +278,8 @@ class TrainingLoop:
     """
     assert self._pending is not None and self._position.open_loss is not None, "a step is open"
     closing = {name: np.asarray(value) for name, value in self._program.to_host(closing).items()}
-    if self._rescheduled:  # the update was taken at another rate than the schedule with more steps says
+    if step == self._rescheduled:  # the update was taken at another rate than the schedule with more steps says
       closing.pop("prev_predicted", None)
-    self._rescheduled = False
     if (num_steps := self._validation.account_steps(step)) > 1:
       self._pending["ghost/account_steps"] = num_steps
     for k, (name, before) in enumerate(zip(self._val_sets, self._position.open_loss, strict=True)):
