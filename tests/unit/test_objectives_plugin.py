@@ -7,6 +7,7 @@ weights that the host gives. U pairs, B = 2 U rows, T positions, S segments of a
 import dataclasses
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from train_steps import Run
 from maxghost import config, objectives, scorelog, train
 from maxghost.config import ConfigError, plugins
 from maxghost.data.types import Batch
+from maxghost.ghost.schedules.reverse_scan import walk
 from maxghost.objectives import LanguageModelLoss
 from maxghost.parallel.shardings import Layout
 from maxghost.training import compiled_steps, own_objective
@@ -197,6 +199,20 @@ def test_a_stage_is_that_of_every_schedule():
   model.token_embedder.embedding[...] *= 3
   expected, weights = LanguageModelLoss()(model, TRAIN[0])
   np.testing.assert_allclose(found * weights, expected * weights, rtol=1e-5)
+
+
+class Doubled(LanguageModelLoss):
+  def measured(self, model, batch):
+    losses, *rest = super().measured(model, batch)
+    return 2 * losses, *rest
+
+
+def test_a_loss_that_reverse_scan_does_not_read_is_refused():
+  problem = types.SimpleNamespace(loss=LanguageModelLoss(), val_losses=(Doubled(),), batch=None, state=None)
+  with pytest.raises(
+    ValueError, match=r"Doubled defines measured, .*; define measured_head in its place, or use two_p"
+  ):
+    walk.run(problem)
 
 
 class Odd(PairMean):

@@ -33,6 +33,11 @@ def run(problem: Problem) -> Scored:
   if not isinstance(loss, StagedLoss) or not all(isinstance(one, StagedLoss) for one in val_losses):
     needs = "ghost_schedule=reverse_scan needs a StagedLoss (embed, layers, head)"
     raise ValueError(f"{needs}; use two_pass for other losses")
+  for kind in map(type, (loss, *val_losses)):
+    whole, staged = (next(c for c in kind.__mro__ if name in vars(c)) for name in ("measured", "measured_head"))
+    if whole is not staged and issubclass(whole, staged):
+      said = f"{whole.__name__} defines measured, which ghost_schedule=reverse_scan does not read"
+      raise ValueError(f"{said}; define measured_head in its place, or use two_pass")
   layers = Layers(problem, tuple(loss.layers_path))
   twin, lengths = layers.twin, problem.settings.segment_lengths
   segments.check(layers.stacked()[2].shape[0], lengths)
