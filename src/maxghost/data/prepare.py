@@ -61,31 +61,38 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))
   job = Job(source, tokenizer, cfg, Path(folder), part_documents, -(-len(source) // part_documents))
-  with _claimed(job):
-    done = {part: manifest for part in range(job.num_parts) if (manifest := _manifest(job, part)) is not None}
-    todo = [part for part in range(job.num_parts) if part not in done]
-    for manifest in done.values():
-      progress(manifest)
-    if num_workers == 1:
-      for part in todo:
-        done[part] = _write_part(job, part)
-        progress(done[part])
-    elif todo:
-      context = multiprocessing.get_context("spawn")
-      with ProcessPoolExecutor(min(num_workers, len(todo)), context, _start_worker, (job,)) as pool:
-        futures = {pool.submit(_work, part): part for part in todo}
-        try:
-          for future in as_completed(futures):
-            done[futures[future]] = future.result()
-            progress(future.result())
-        except BrokenProcessPool as error:
-          why = f"perhaps for want of memory: use fewer --workers than {num_workers}"
-          raise OSError(f"a process was ended from outside, {why}; the same command continues") from error
-        except BaseException:
-          pool.shutdown(wait=False, cancel_futures=True)
-          raise
+  with _locked(job.folder):
+    _claim(job)
+    done = _write_parts(job, num_workers, progress)
     with naming("", job.folder):
       return _join(job, [done[part] for part in range(job.num_parts)])
+
+
+def _write_parts(job: Job, num_workers: int, progress: Callable) -> dict[int, dict]:
+  """Writes the parts that are missing; the manifests of all."""
+  done = {part: manifest for part in range(job.num_parts) if (manifest := _manifest(job, part)) is not None}
+  todo = [part for part in range(job.num_parts) if part not in done]
+  for manifest in done.values():
+    progress(manifest)
+  if num_workers == 1:
+    for part in todo:
+      done[part] = _write_part(job, part)
+      progress(done[part])
+  elif todo:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(num_workers, len(todo)), context, _start_worker, (job,)) as pool:
+      futures = {pool.submit(_work, part): part for part in todo}
+      try:
+        for future in as_completed(futures):
+          done[futures[future]] = future.result()
+          progress(future.result())
+      except BrokenProcessPool as error:
+        why = f"perhaps for want of memory: use fewer --workers than {num_workers}"
+        raise OSError(f"a process was ended from outside, {why}; the same command continues") from error
+      except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+  return done
 
 
 def _manifest(job: Job, part: int) -> dict | None:
@@ -124,9 +131,25 @@ def check_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(job: Job) -> Iterator[None]:
-  """Claims the folder for this job, and locks it until the end of the block. Raises ConfigError when it holds another
-  one that has written something, or another command has the lock."""
+def _locked(folder: Path) -> Iterator[None]:
+  """Makes the folder and locks it. Raises ConfigError if another command has the lock."""
+  with contextlib.ExitStack() as stack:
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      stack.callback(os.close, handle := os.open(folder, os.O_RDONLY))  # the folder itself: a lock leaves no file
+    except OSError as error:
+      raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise ConfigError(f"another command writes {folder}; wait for its end, or give another --output") from error
+    except OSError as error:  # some network file systems have no locks
+      print_problem(f"note: {folder} cannot be locked ({error.strerror}); start no second command that writes it")
+    yield
+
+
+def _claim(job: Job) -> None:
+  """Claims the folder for this job. Raises ConfigError when it holds another one that has written something."""
   folder, source, replaced = job.folder, job.source, False
   mine = {"source": source.fingerprint, "tokenizer": job.tokenizer.fingerprint, "part_documents": job.part_documents,
           "num_documents": len(source), "version": prepared.INDEX_VERSION, "files": source.files,
@@ -147,25 +170,15 @@ def _claimed(job: Job) -> Iterator[None]:
       if "part_documents" not in other or any(written):
         what = ", ".join(changed[:5] or [key for key in {**mine, **other} if mine.get(key) != other.get(key)])
         raise ConfigError(f"{folder} holds a corpus prepared from other data or settings ({what}); {_ELSEWHERE}")
-  with contextlib.ExitStack() as stack:
-    try:
-      folder.mkdir(parents=True, exist_ok=True)
-      stack.callback(os.close, handle := os.open(folder, os.O_RDONLY))  # the folder itself: a lock leaves no file
-      try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        raise ConfigError(f"another command writes {folder}; wait for its end, or give another --output") from error
-      except OSError as error:  # some network file systems have no locks
-        print_problem(f"note: {folder} cannot be locked ({error.strerror}); start no second command that writes it")
-      if replaced or not file.is_file():
-        write_text(file, json.dumps(mine, indent=1))
-      for name in ("shards", "parts", "index"):
-        (folder / name).mkdir(exist_ok=True)
-      for partial in folder.glob("**/*.tmp"):
-        partial.unlink()
-    except OSError as error:
-      raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
-    yield
+  try:
+    if replaced or not file.is_file():
+      write_text(file, json.dumps(mine, indent=1))
+    for name in ("shards", "parts", "index"):
+      (folder / name).mkdir(exist_ok=True)
+    for partial in folder.glob("**/*.tmp"):
+      partial.unlink()
+  except OSError as error:
+    raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
 
 
 _worker: dict[str, Job] = {}

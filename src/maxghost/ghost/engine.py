@@ -166,8 +166,8 @@ class GhostEngine:
       self._compiled.popitem(last=False)
     program, _, checked = self._compiled[key]
     run = functools.partial(program, params, rest, train_batch, val_batches, state, delta)
-    result, weights, largest, sums = run(all_rows)
-    if (total := weights.sum()) <= 0 and weights.any():
+    result, (total, weighted), largest, sums = run(all_rows)
+    if total <= 0 and weighted:
       raise ValueError(f"the weights of train_batch add up to {total}: a mean loss needs a sum above 0")
     # A score that is 0 (below a head of zeros) or NaN would hide that rows read each other.
     if found := {label for label, (own, _) in largest.items() if label not in checked and 0 < own < np.inf}:
@@ -215,7 +215,7 @@ class GhostEngine:
       of_self = {"spec": self.spec, "exclude": self.exclude, "schedule": self.schedule}
       twin = prepare_twin(model, train_batch, loss_fn, num_sets=len(val_batches), **of_batch, **of_self)
 
-    def run(params, rest, train_batch, val_batches, state, delta, counted) -> tuple[GhostResult, jax.Array, dict, dict]:
+    def run(params, rest, train_batch, val_batches, state, delta, counted) -> tuple[GhostResult, tuple, dict, dict]:
       settings = schedules.Settings(segment_lengths=self.segment_lengths, remat_policy=self.remat_policy)
       shapes = {x: param.shape for x, param in by_label(params).items() if x in scored}
       fits = lambda x, name: getattr(state.of(x).get(name), "shape", None) == shapes[x]  # noqa: E731
@@ -236,7 +236,7 @@ class GhostEngine:
       known = by_label(out.passed.grads), out.parts, out.passed.facts
       checkable = twin.scored if twin and any(known[1:]) and not narrow else ()
       sums = {p.label: (*ledger.score_sums((p,), scores), ledger.used((p,), *known)) for p in checkable}
-      return self._result(out, many), out.passed.weights, largest, sums
+      return self._result(out, many), (out.passed.weights.sum(), out.passed.weights.any()), largest, sums
 
     return jax.jit(run)
 
