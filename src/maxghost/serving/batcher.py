@@ -5,6 +5,7 @@ import dataclasses
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from maxghost.serving.engine import DecodeState, Engine, Prefix, Result
@@ -78,7 +79,10 @@ class Row:
   def _decode(self, ids: Sequence[int]) -> str:
     """Decodes the last ids only, after some whose text is known, as tokenizers may drop the first space of a text."""
     (first, end), decode = self._places, self._tokenizer.decode
-    known, tail = (decode([*self._before, *x]).decode("utf-8", errors="replace") for x in (ids[first:end], ids[first:]))
+    # A tail that begins inside a character can spoil the characters behind it.
+    tails = [()] if end else [self._before[-n:] for n in range(TAIL, TAIL - 4, -1)]
+    texts = [[decode([*t, *x]).decode(errors="replace") for x in (ids[first:end], ids[first:])] for t in tails]
+    known, tail = min(texts, key=lambda pair: pair[0].count("\ufffd"))
     text = self._whole + tail[len(known) :]
     if len(tail) > len(known) and not tail.endswith("\ufffd"):
       self._whole, self._places = text, (end, len(ids))
@@ -234,7 +238,7 @@ class Batcher:
       elif result := self._engine.read(self._params, prefix):
         piece = job.take(result, 0)
     except Exception as error:  # of this request alone
-      piece = _failed(error)
+      piece = Piece("", finish="error", error=f"{type(error).__name__}: {error}")
     counters.prefill_seconds += time.perf_counter() - begin
     if piece is None:
       return state
@@ -262,7 +266,7 @@ class Batcher:
         try:
           pieces[slot] = self._running[slot].take(result, slot)
         except Exception as error:  # of this request alone
-          pieces[slot] = _failed(error)
+          pieces[slot] = Piece("", finish="error", error=f"{type(error).__name__}: {error}")
     for slot, piece in pieces.items():
       job = self._running[slot]
       if piece.finish:
@@ -276,8 +280,8 @@ class Batcher:
     self._counters.done += piece.finish in ("stop", "length")
     self._counters.cancelled += piece.finish == "cancelled"
     self._counters.failed += piece.finish == "error"
-    job.put(piece)
-
-
-def _failed(error: Exception) -> Piece:
-  return Piece("", finish="error", error=f"{type(error).__name__}: {error}")
+    try:
+      job.put(piece)
+    except Exception:  # of this request alone: nobody takes its pieces any more
+      traceback.print_exc()
+      job.cancel()
