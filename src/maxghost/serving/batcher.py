@@ -5,7 +5,6 @@ import dataclasses
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from maxghost.serving.engine import DecodeState, Engine, Prefix, Result
@@ -79,8 +78,7 @@ class Row:
   def _decode(self, ids: Sequence[int]) -> str:
     """Decodes the last ids only, after some whose text is known, as tokenizers may drop the first space of a text."""
     (first, end), decode = self._places, self._tokenizer.decode
-    # A tail that begins inside a character can spoil the characters behind it.
-    tails = [()] if end else [self._before[-n:] for n in range(TAIL, TAIL - 4, -1)]
+    tails = [()] if end else [self._before[-n:] for n in range(TAIL, TAIL - 4, -1)]  # half characters spoil others
     texts = [[decode([*t, *x]).decode(errors="replace") for x in (ids[first:end], ids[first:])] for t in tails]
     known, tail = min(texts, key=lambda pair: pair[0].count("\ufffd"))
     text = self._whole + tail[len(known) :]
@@ -282,6 +280,5 @@ class Batcher:
     self._counters.failed += piece.finish == "error"
     try:
       job.put(piece)
-    except Exception:  # of this request alone: nobody takes its pieces any more
-      traceback.print_exc()
+    except Exception:  # of this request alone: nobody takes its pieces any more, as when an event loop has ended
       job.cancel()

@@ -129,8 +129,7 @@ class Server:
     loop, events = asyncio.get_running_loop(), asyncio.Queue()
 
     def put(number: int, piece: Piece) -> None:  # in the batcher's thread
-      with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(events.put_nowait, (number, piece))
+      loop.call_soon_threadsafe(events.put_nowait, (number, piece))
 
     def begin() -> tuple[Answer, list[Job]]:
       values = requests.read(body, fields, served.name)

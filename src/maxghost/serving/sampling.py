@@ -57,15 +57,19 @@ def choose(logits_BV, keys_B, sampling: Sampling, seen_BV=None):
   if sampling.temperature == 0.0:
     token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     return token_B, jnp.where(jnp.isnan(logits_BV).any(-1), jnp.nan, 0).astype(jnp.float32)
-  logits_BV = logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32)) / sampling.temperature
+  logits_BV = cut(logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32)) / sampling.temperature, sampling)
+  token_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
+  logp_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+  return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=1)[:, 0].astype(jnp.float32)
+
+
+def cut(logits_BV, sampling: Sampling):
+  """The logits with -inf at the tokens that are left out; of equal logits at the edge all stay."""
   if sampling.top_k:
     logits_BV = _from(logits_BV, jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[0][:, -1:])
   if sampling.top_p < 1.0:
     logits_BV = _from(logits_BV, _least_of_share(-jnp.sort(-logits_BV, axis=-1), sampling.top_p))
-  logits_BV = _from_min_p(logits_BV, sampling.min_p) if sampling.min_p else logits_BV
-  token_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
-  logp_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-  return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=1)[:, 0].astype(jnp.float32)
+  return _from_min_p(logits_BV, sampling.min_p) if sampling.min_p else logits_BV
 
 
 def penalized(logits_BV, seen_BV, penalty):
@@ -104,7 +108,7 @@ def draw(logits_BV, seen_BV, rows: dict[str, Any]) -> tuple[jax.Array, ...]:
 
 
 def _cut_rows(logits_BV, top_k_B1, top_p_B1):
-  """The cuts of `choose` by top_k and top_p, arrays [B, 1]; of equal logits at the edge all stay."""
+  """`cut` by top_k and top_p, arrays [B, 1]."""
   sorted_BV = -jnp.sort(-logits_BV, axis=-1)
   place_B1 = jnp.where(top_k_B1 > 0, jnp.minimum(top_k_B1, logits_BV.shape[-1]), logits_BV.shape[-1]) - 1
   least_B1 = jnp.take_along_axis(sorted_BV, place_B1, axis=1)
