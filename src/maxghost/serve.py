@@ -17,7 +17,7 @@ from typing import Any
 from maxghost import left_with
 from maxghost.config import ConfigError
 from maxghost.config.arguments import Parser
-from maxghost.config.values import guarded, import_package
+from maxghost.config.values import guarded, import_package, printable
 
 KEY = "MAXGHOST_API_KEY"
 CACHE = 2048  # positions, where the model has them and was trained on no more
@@ -105,7 +105,7 @@ def _open(args: argparse.Namespace) -> Any:
   engine.warm_up(params)
   batcher = Batcher(engine, params, tokenizer, stop_ids=sorted(stop_ids), queue_limit=args.queue)
   return Served(
-    args.name or Path(args.model).resolve().name, batcher, tokenizer, lambda text: encoded([text])[0][0],
+    printable(args.name or Path(args.model).resolve().name), batcher, tokenizer, lambda text: encoded([text])[0][0],
     size, engine.vocab_size, rendering, no_chat, find, without, chats,
   )  # fmt: skip
 

@@ -150,6 +150,16 @@ def test_pieces_keep_their_spaces_and_bytes(kind, made, tmp_path):
   assert b" r".startswith(tokenizer.piece(answer[0]))
 
 
+def test_an_answer_behind_characters_that_are_bytes_is_whole(tmp_path):
+  """The last ids of the prompt begin inside a character, which spoils all the bytes behind it."""
+  tokenizer = load_tokenizer("huggingface", like_llama2(tmp_path))
+  for before, text in (("漢漢漢", "漢漢 the漢"), ("the 漢漢漢漢", " 漢 r漢")):
+    prompt, whole = (tokenizer.encode([one.encode()])[0].tolist() for one in (before, before + text))
+    row, answer = Row(tokenizer, (), (), prompt), whole[len(prompt) :]
+    ends = range(1, len(answer) + 1)
+    assert "".join(row.take(answer[:end], last=end == len(answer)) for end in ends) == row.text == text
+
+
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "like_llama2"])
 def test_offsets_of_an_answer_behind_no_text(kind, made, tmp_path):
   """The last two kinds drop the space of its first token: the later ones begin a place earlier."""

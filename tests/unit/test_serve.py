@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -489,6 +490,17 @@ def test_a_model_whose_tokenizer_drops_spaces_is_served(tmp_path, monkeypatch):
   monkeypatch.setattr(tokenizers, "load_tokenizer", lambda *_: Words())
   with pytest.raises(LookupError):
     serve._open(serve.parse(["model"]))
+
+
+def test_a_name_that_is_no_unicode_is_told_in_answers(tmp_path, monkeypatch):
+  found = load_model.ModelPlace(tmp_path, None, None), tiny.make_config()
+  engine = SimpleNamespace(load_params=list, warm_up=list, vocab_size=263)
+  stubs = {"load_model.find": found, "load_model.load": ((), ()), "serve._sources": (None, "")}
+  for name, stub in (stubs | {"serving.Engine": engine, "serving.Batcher": EchoBatcher()}).items():
+    monkeypatch.setattr(f"maxghost.{name}", lambda *_, stub=stub, **__: stub)
+  given = b"mod\xe8le".decode(errors="surrogateescape")  # of another encoding
+  for arguments in ([f"{tmp_path}/{given}"], ["model", "--name", given]):
+    assert serve._open(serve.parse(arguments)).name == "mod\ufffdle"
 
 
 def test_an_adapter_is_served_without_the_index_of_its_base(tmp_path):

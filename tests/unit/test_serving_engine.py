@@ -494,6 +494,22 @@ def test_an_error_of_a_request_ends_that_one_and_an_error_of_the_thread_all(scri
   assert (counters.failed, counters.running, counters.waiting) == (3, 0, 0)
 
 
+def test_an_error_of_the_function_that_takes_the_pieces_ends_this_request_alone(scripted, capsys):
+  engine, batcher = scripted
+  taken = []
+
+  def put(piece):
+    taken.append(piece)
+    raise RuntimeError("the loop is closed")
+
+  bad, good = batcher.submit(asked(b"ab", 40), put), batcher.submit(asked(b"cd", 4))
+  engine.gate.release(10**6)
+  assert "".join(piece.text for piece in good) == "cdcd"
+  assert bad.cancelled and len(taken) == 2 and batcher.failure == ""
+  line = "maxghost: a request was ended: its function for pieces raised RuntimeError: the loop is closed\n"
+  assert capsys.readouterr().err == 2 * line  # of its first piece, and of the last, which says that it is cancelled
+
+
 def test_closing_lets_requests_finish_or_cancels_them(served):
   batcher = Batcher(*served, ByteTokenizer())
   jobs = [batcher.submit(Request((60 + i,), 12)) for i in range(5)]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from maxghost.config.values import print_problem
 from maxghost.serving.engine import DecodeState, Engine, Prefix, Result
 from maxghost.serving.sampling import TOP, Sampling
 
@@ -78,7 +79,9 @@ class Row:
   def _decode(self, ids: Sequence[int]) -> str:
     """Decodes the last ids only, after some whose text is known, as tokenizers may drop the first space of a text."""
     (first, end), decode = self._places, self._tokenizer.decode
-    known, tail = (decode([*self._before, *x]).decode("utf-8", errors="replace") for x in (ids[first:end], ids[first:]))
+    tails = [()] if end else [self._before[-n:] for n in range(TAIL, TAIL - 4, -1)]  # half characters spoil others
+    texts = [[decode([*t, *x]).decode(errors="replace") for x in (ids[first:end], ids[first:])] for t in tails]
+    known, tail = min(texts, key=lambda pair: pair[0].count("\ufffd"))
     text = self._whole + tail[len(known) :]
     if len(tail) > len(known) and not tail.endswith("\ufffd"):
       self._whole, self._places = text, (end, len(ids))
@@ -276,7 +279,11 @@ class Batcher:
     self._counters.done += piece.finish in ("stop", "length")
     self._counters.cancelled += piece.finish == "cancelled"
     self._counters.failed += piece.finish == "error"
-    job.put(piece)
+    try:
+      job.put(piece)
+    except Exception as error:  # of this request alone, whose pieces nobody takes any more
+      print_problem(f"a request was ended: its function for pieces raised {type(error).__name__}: {error}")
+      job.cancel()
 
 
 def _failed(error: Exception) -> Piece:
