@@ -245,6 +245,8 @@ def drop(*names):
     (lambda tensors: tensors | {"model.norm.weight": np.zeros(7, np.float32)},
      r"model\.norm\.weight is \[7\], config\.json makes it \[12\]"),
     (lambda tensors: tensors | {"model.norm.weight": np.zeros(12, np.complex64)}, "has dtype C64"),
+    (lambda tensors: tensors | {"model.layers.0.input_layernorm.weight": np.zeros(12, np.float16)},
+     r"dtype float16 in layers_0 but float32 in layers_1; .* \(hf import: --no-scan_layers\)"),
   ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):

@@ -289,6 +289,8 @@ def test_merging_adds_the_product_in_float32_and_leaves_the_base(name, tmp_path,
   assert count == len(leaves)
   narrow = merge.merged_array(np.ones((4, 5), ml_dtypes.bfloat16), np.full((4, 2), 0.02), np.full((2, 5), 0.1), 0.5)
   assert narrow.dtype == ml_dtypes.bfloat16 and (narrow == ml_dtypes.bfloat16(1.002)).all()
+  halves = np.full((4, 2), 0.02, np.float16), np.full((2, 5), 0.1, np.float16)  # PEFT's dtype is the adapter's own
+  assert merge.merged_array(np.ones((4, 5), ml_dtypes.bfloat16), *halves, 0.5).tobytes() == narrow.tobytes()
   peft.save_adapter(tmp_path / "adapter", cfg.model, settings, arrays)
   command = ["hf", "export", str(tmp_path / "in"), str(tmp_path / "out"), "--adapter", str(tmp_path / "adapter")]
   assert (checkpoint_command(command), checkpoint_command(command)) == (0, 2)

@@ -44,7 +44,7 @@ def open_adapter(path: str | Path, model: ModelConfig) -> tuple[peft.Settings, d
 def merged_array(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, held: Callable = np.asarray) -> np.ndarray:
   """held(w) [*lead, *I, *O] + scale a b, with a [*lead, I, r], b [*lead, r, *O]; in float32 or wider, rounded once.
   The factors are copied in row-major order, so that the bits do not depend on how they lie in memory."""
-  wide = np.promote_types(np.promote_types(w.dtype, a.dtype), np.float32)
+  wide = np.result_type(*(np.promote_types(x.dtype, np.float32) for x in (w, a)))  # those of 16 bits have no common one
   product = a.astype(wide, order="C") @ b.astype(wide, order="C").reshape(*b.shape[: a.ndim - 1], -1)
   return (held(w.astype(wide)) + wide.type(scale) * product.reshape(w.shape)).astype(w.dtype)
 
