@@ -190,6 +190,21 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(runs, tmp_p
   assert np.abs(nnx.merge(graphdef, stored)(tokens) - ours).max() > 1e-3
 
 
+def test_adapters_on_a_base_in_bfloat16_are_merged_into_its_rounded_matrices(runs, tmp_path):
+  """The merged model is the one that was trained, as with a base in few bits."""
+  folder, run = runs[0], tmp_path / "run"
+  shutil.copytree(folder / "whole" / "run", run)
+  cfg = config.replace(config.load(run / "config.yml"), lora_weight_qtype="bfloat16")
+  config.save(cfg, run / "config.yml")
+  arrays = load_model.merge.open_adapter(run, cfg.model)[1]
+  _, begun = opened(*keys_of(tmp_path, folder / "base" / "run", "lora_weight_qtype=bfloat16"))
+  graphdef, abstract = nnx.split(adapters.create_abstract(cfg))
+  tokens = np.arange(9, dtype=np.int32)[None]
+  ours = tiny.logits(nnx.merge(graphdef, state.from_tree(_nested(begun | arrays), abstract)), tokens)
+  graphdef, merged = load_model.load(*load_model.find(run))
+  np.testing.assert_allclose(tiny.logits(nnx.merge(graphdef, merged), tokens), ours, atol=2e-6)
+
+
 def test_an_export_of_a_run_with_adapters_is_its_base_with_them(runs, tmp_path):
   run, base = runs[0] / "whole" / "run", runs[0] / "base" / "run"
   for source, target, adapter in ((run, "run", ""), (base, "merged", run), (base, "base", "")):
