@@ -22,7 +22,7 @@ import tiny
 from flax import nnx
 from serving_fakes import EchoBatcher, call, served, serving, until
 
-from maxghost import cli, config, load_model, serve
+from maxghost import cli, config, left_with, load_model, serve
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
 from maxghost.data import tokenizers
@@ -394,6 +394,36 @@ def test_sources_of_an_answer():
     wait.set()
     for thread in threads:
       thread.join()
+
+
+def test_a_question_for_sources_has_the_time_of_a_request():
+  """Those that wait for it too; the server answers again when it is over."""
+  wait, begun = threading.Event(), []
+
+  def find(prompt, answer, top):
+    begun.append(top)
+    wait.wait(20 * (top == 1))
+    return {"documents": []}
+
+  with serving(served(EchoBatcher(), sources=find), seconds=0.3) as port, ThreadPoolExecutor(2) as threads:
+    ask = lambda top: call(port, "/v1/sources", {"prompt": "a", "answer": "b", "top": top})  # noqa: E731
+    try:
+      for status, answer in threads.map(ask, (1, 2)):
+        assert (status, answer["error"]["code"]) == (504, "timeout") and "within the 0.3 s" in str(answer)
+    finally:
+      wait.set()
+    assert ask(3)[0] == 200 and begun[-1] == 3 and len(begun) == 2  # the one that waited was not begun
+
+
+@pytest.mark.parametrize(("argv", "left"), [(["maxghost", "serve", "run"], [0]), (["maxghost", "report", "run"], [])])
+def test_a_server_does_not_wait_for_a_question_that_nobody_waits_for(argv, left, monkeypatch):
+  found, before = [], signal.getsignal(signal.SIGINT)
+  monkeypatch.setattr(sys, "argv", argv)
+  monkeypatch.setattr(os, "_exit", found.append)
+  try:
+    assert left_with(0) == 0 and found == left
+  finally:
+    signal.signal(signal.SIGINT, before)
 
 
 def ask_full(port):

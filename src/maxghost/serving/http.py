@@ -48,6 +48,8 @@ class Server:
   def __init__(self, served: Served, *, api_key: str = "", seconds: float = 600.0):
     self._served, self._key, self._seconds, self._since = served, api_key, seconds, int(time.time())
     self._finder, self._asked = ThreadPoolExecutor(1), 0
+    late = f"not finished within the {seconds:g} s of a request; ask for fewer tokens"
+    self._late = functools.partial(Refused, late, code="timeout", status=504, **{"X-Should-Retry": "false"})
     complete, chat = (functools.partial(self._generate, fields) for fields in (requests.COMPLETION, requests.CHAT))
     posts = {"/v1/completions": complete, "/v1/chat/completions": chat, "/v1/sources": self._ask}
     routes = [self._route(path, answer, "POST") for path, answer in posts.items()]
@@ -164,9 +166,7 @@ class Server:
         pass
       events.put_nowait(ClientDisconnect())
 
-    said = f"not finished within the {self._seconds:g} s of a request; ask for fewer tokens"
-    late = Refused(said, code="timeout", status=504, **{"X-Should-Retry": "false"})
-    timer = asyncio.get_running_loop().call_later(self._seconds, events.put_nowait, late)
+    timer = asyncio.get_running_loop().call_later(self._seconds, events.put_nowait, self._late())
     left, running = asyncio.create_task(leave()), len(jobs)
     try:
       while running:
@@ -200,10 +200,10 @@ class Server:
     self._asked += 1
     try:
       work = asyncio.get_running_loop().run_in_executor(self._finder, served.sources, prompt, answer, values["top"])
-      found = json.dumps(await work, ensure_ascii=False, allow_nan=False)
+      found = json.dumps(await asyncio.wait_for(work, self._seconds), ensure_ascii=False, allow_nan=False)
       return Response(found.encode(errors="replace"), media_type="application/json")  # names of files may be no UTF-8
-    except ConfigError as error:
-      raise Refused(str(error)) from error
+    except (ConfigError, TimeoutError) as error:
+      raise (Refused(str(error)) if isinstance(error, ConfigError) else self._late()) from error
     finally:
       self._asked -= 1
 

@@ -11,8 +11,7 @@ from maxghost.serving.batcher import Row
 from maxghost.serving.generator import Generator
 from maxghost.serving.sampling import Sampling
 
-NUM_TOKENS = 64
-TEMPERATURE = 0.7
+NUM_TOKENS, TEMPERATURE = 64, 0.7
 
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer, cfg: Config, name: str = "the prompt") -> list[list[int]]:
