@@ -22,7 +22,7 @@ import tiny
 from flax import nnx
 from serving_fakes import EchoBatcher, call, served, serving, until
 
-from maxghost import cli, config, left_with, load_model, serve
+from maxghost import cli, config, load_model, serve
 from maxghost.checkpoint.manager import CheckpointManager
 from maxghost.config import ConfigError
 from maxghost.data import tokenizers
@@ -413,17 +413,6 @@ def test_a_question_for_sources_has_the_time_of_a_request():
     finally:
       wait.set()
     assert ask(3)[0] == 200 and begun[-1] == 3 and len(begun) == 2  # the one that waited was not begun
-
-
-@pytest.mark.parametrize(("argv", "left"), [(["maxghost", "serve", "run"], [0]), (["maxghost", "report", "run"], [])])
-def test_a_server_does_not_wait_for_a_question_that_nobody_waits_for(argv, left, monkeypatch):
-  found, before = [], signal.getsignal(signal.SIGINT)
-  monkeypatch.setattr(sys, "argv", argv)
-  monkeypatch.setattr(os, "_exit", found.append)
-  try:
-    assert left_with(0) == 0 and found == left
-  finally:
-    signal.signal(signal.SIGINT, before)
 
 
 def ask_full(port):
