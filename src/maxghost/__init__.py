@@ -25,10 +25,11 @@ def import_module(name: str):
 
 
 def left_with(code: int) -> int:
-  """The exit code of a command; 130, of Ctrl-C, ends the process at once: XLA's threads would crash its usual end."""
+  """The exit code of a command; 130 (Ctrl-C) and a server end the process at once: threads would crash or keep it."""
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C would be a traceback of Python's own end
   trains = "train" in sys.argv[1:2] or sys.argv[0].endswith("/train.py")  # which ends between two steps
-  if code == 130 and "jax" in sys.modules and not trains:
+  serves = "serve" in sys.argv[1:2] or sys.argv[0].endswith("/serve.py")  # and may still look for sources of an answer
+  if (code == 130 or serves) and "jax" in sys.modules and not trains:
     sys.stdout.flush()
     os._exit(code)
   return code

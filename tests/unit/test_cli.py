@@ -460,3 +460,14 @@ def test_a_repeated_flag_adds_to_its_list():
   args = generate.parse(["run", "--prompt", "a", "--prompt", "b", "--stop", "c", "--stop", "d"])
   assert (args.prompt, args.stop) == (["a", "b"], ["c", "d"])
   assert generate.parse(["load_parameters_path=run", "prompt=a", "prompt=b"]).prompt == ["a", "b"]
+
+
+@pytest.mark.parametrize(("argv", "left"), [(["maxghost", "serve", "run"], [0]), (["maxghost", "report", "run"], [])])
+def test_a_server_does_not_wait_for_a_question_that_nobody_waits_for(argv, left, monkeypatch):
+  found, before = [], signal.getsignal(signal.SIGINT)
+  monkeypatch.setattr(sys, "argv", argv)
+  monkeypatch.setattr(os, "_exit", found.append)
+  try:
+    assert maxghost.left_with(0) == 0 and found == left
+  finally:
+    signal.signal(signal.SIGINT, before)

@@ -396,6 +396,25 @@ def test_sources_of_an_answer():
       thread.join()
 
 
+def test_a_question_for_sources_has_the_time_of_a_request():
+  """Those that wait for it too; the server answers again when it is over."""
+  wait, begun = threading.Event(), []
+
+  def find(prompt, answer, top):
+    begun.append(top)
+    wait.wait(20 * (top == 1))
+    return {"documents": []}
+
+  with serving(served(EchoBatcher(), sources=find), seconds=1.0) as port, ThreadPoolExecutor(2) as threads:
+    ask = lambda top: call(port, "/v1/sources", {"prompt": "a", "answer": "b", "top": top})  # noqa: E731
+    try:
+      for status, answer in threads.map(ask, (1, 2)):
+        assert (status, answer["error"]["code"]) == (504, "timeout") and "within the 1 s" in str(answer)
+    finally:
+      wait.set()
+    assert ask(3)[0] == 200 and begun[-1] == 3 and len(begun) == 2  # the one that waited was not begun
+
+
 def ask_full(port):
   time.sleep(0.2)
   return call(port, "/v1/sources", {"prompt": "a", "answer": "b"})[0] == 429

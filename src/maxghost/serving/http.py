@@ -164,9 +164,7 @@ class Server:
         pass
       events.put_nowait(ClientDisconnect())
 
-    said = f"not finished within the {self._seconds:g} s of a request; ask for fewer tokens"
-    late = Refused(said, code="timeout", status=504, **{"X-Should-Retry": "false"})
-    timer = asyncio.get_running_loop().call_later(self._seconds, events.put_nowait, late)
+    timer = asyncio.get_running_loop().call_later(self._seconds, events.put_nowait, self._late("ask for fewer tokens"))
     left, running = asyncio.create_task(leave()), len(jobs)
     try:
       while running:
@@ -185,6 +183,10 @@ class Server:
       for job in jobs:
         job.cancel()
 
+  def _late(self, fix: str) -> Refused:
+    said = f"not finished within the {self._seconds:g} s of a request; {fix}"
+    return Refused(said, code="timeout", status=504, **{"X-Should-Retry": "false"})
+
   async def _ask(self, request: HTTPRequest) -> Response:
     served = self._served
     values = requests.read(await _body(request), requests.SOURCES, served.name)
@@ -200,10 +202,12 @@ class Server:
     self._asked += 1
     try:
       work = asyncio.get_running_loop().run_in_executor(self._finder, served.sources, prompt, answer, values["top"])
-      found = json.dumps(await work, ensure_ascii=False, allow_nan=False)
+      found = json.dumps(await asyncio.wait_for(work, self._seconds), ensure_ascii=False, allow_nan=False)
       return Response(found.encode(errors="replace"), media_type="application/json")  # names of files may be no UTF-8
     except ConfigError as error:
       raise Refused(str(error)) from error
+    except TimeoutError as error:
+      raise self._late("start the server with a larger --timeout") from error
     finally:
       self._asked -= 1
 
