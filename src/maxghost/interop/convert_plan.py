@@ -215,7 +215,8 @@ def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], n
     for what, (a, b) in (kinds | {"key type": (own.array.key_impl, ref.array.key_impl)}).items():
       if a != b:
         said = f"cannot stack {where}_*: leaf {leaf} has {what} {a} in {name}_{first} but {b} in {name}_{layer}"
-        raise LayoutError(f"{said}; use --layers unscanned (hf import: --no-scan_layers)")
+        quantize = "for quantize scan_layers: false in config.yml, as this import writes it"
+        raise LayoutError(f"{said}; use --layers unscanned (hf import: --no-scan_layers), or {quantize}")
 
 
 def _plan_opt_state(checkpoint: Checkpoint, target: Target, plan: Plan, forms: Mapping, end: TreePath) -> None:
