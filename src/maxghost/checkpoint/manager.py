@@ -286,7 +286,6 @@ class CheckpointManager:
     """Raises ConfigError in every process if any of them cannot write to `folder`."""
     words = []
     if distributed.is_first():  # a random word tells the run from an earlier one of its name
-      self._directory.mkdir(parents=True, exist_ok=True)
       for lent in self._directory.glob(f"{local_files.LENT}*"):
         shutil.rmtree(lent, ignore_errors=True)
       if not self._attempts_path.exists():
