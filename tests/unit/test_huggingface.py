@@ -21,6 +21,7 @@ from maxghost.config import ConfigError
 from maxghost.data.tokenizers import load_tokenizer
 from maxghost.interop import hf_checkpoint, huggingface_config, model_path, safetensors_files
 from maxghost.interop.huggingface import open_tree
+from maxghost.interop.quantize import quantize_checkpoint
 
 
 def silent(line):
@@ -254,6 +255,14 @@ def test_tensors_that_do_not_fit_are_named(llama, tmp_path, change, message):
   with pytest.raises(ConfigError, match=message):
     hf_checkpoint.import_model(llama, tmp_path / "in", say=silent)
   assert not (tmp_path / "in").exists()
+
+
+def test_layers_of_unlike_dtypes_are_quantised_as_the_refusal_says(llama, tmp_path):
+  rewrite(llama, lambda tensors: tensors | {"model.layers.0.input_layernorm.weight": np.zeros(12, np.float16)})
+  with pytest.raises(ConfigError, match="quantize: scan_layers=false"):
+    quantize_checkpoint(llama, tmp_path / "out", "int8w", say=silent)
+  hf_checkpoint.import_model(llama, tmp_path / "in", scan_layers=False, say=silent)
+  assert not quantize_checkpoint(tmp_path / "in", tmp_path / "out", "int8w", say=silent).model.scan_layers
 
 
 @pytest.mark.parametrize(

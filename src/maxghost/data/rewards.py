@@ -17,6 +17,7 @@ import os
 import re
 import runpy
 from collections.abc import Callable, Sequence, Set
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,9 @@ def judge(functions: dict[str, Reward], prompts: list[str], completions: list[st
       made = function(prompts=list(prompts), completions=list(completions), **copy.deepcopy(columns))
       given = [x.item() if getattr(x, "ndim", None) == 0 else x for x in made]  # of NumPy, JAX or PyTorch
     except (Exception, SystemExit) as error:  # whatever the user's function does
-      raise RolloutError(f"reward {name} failed: {_said(error)}; {_shown(prompts, completions, 0)}") from error
+      at = (f"; at {x.filename}:{x.lineno}" for x in extract_tb(error.__traceback__) if x.filename != __file__)
+      said = f"reward {name} failed: {_said(error)}; {_shown(prompts, completions, 0)}"
+      raise RolloutError(said + next(at, "")) from error  # with the line of the function, not one deeper
     if isinstance(made, dict | Set | str | bytes):
       raise RolloutError(f"reward {name} gave a {type(made).__name__}; give a list with a reward for each answer")
     if len(given) != len(completions):
@@ -136,7 +139,7 @@ def advantages(reward_B: np.ndarray, num_generations: int, scale: str) -> np.nda
 
 
 def _said(error: BaseException) -> str:
-  return printable(f"{type(error).__name__}: {error}".splitlines()[0])
+  return printable(f"{type(error).__name__}: {next(filter(str.strip, str(error).splitlines()), '').strip()}")
 
 
 def _shown(prompts: Sequence[str], completions: Sequence[str], i: int) -> str:

@@ -210,12 +210,11 @@ def _check_alike(stack: Container, place: TreePath, layers: Mapping[int, Ref], n
     raise LayoutError(f"{said} {', '.join(map(str, missing))} (of {where}); use --layers unscanned")
   for layer, ref in sorted(layers.items()):
     own, name = layers[first], stack.path[-1]
-    shape, other = (f"({','.join(map(str, x.shape))})" for x in (own, ref))
-    kinds = {"shape": (shape, other), "dtype": (own.dtype.name, ref.dtype.name)}
-    for what, (a, b) in (kinds | {"key type": (own.array.key_impl, ref.array.key_impl)}).items():
+    told = [(f"({','.join(map(str, x.shape))})", x.dtype.name, x.array.key_impl) for x in (own, ref)]
+    for what, a, b in zip(("shape", "dtype", "key type"), *told, strict=True):
       if a != b:
         said = f"cannot stack {where}_*: leaf {leaf} has {what} {a} in {name}_{first} but {b} in {name}_{layer}"
-        raise LayoutError(f"{said}; use --layers unscanned (hf import: --no-scan_layers)")
+        raise LayoutError(f"{said}; use --layers unscanned (hf import: --no-scan_layers), quantize: scan_layers=false")
 
 
 def _plan_opt_state(checkpoint: Checkpoint, target: Target, plan: Plan, forms: Mapping, end: TreePath) -> None:

@@ -102,8 +102,7 @@ def report_lines(compiled: Compiled, topology: str) -> tuple[list[str], bool]:
   tokens = plan.rows * plan.cfg.data.max_target_length
   counted = max((compiled.executable.cost_analysis() or {}).get("flops", 0.0), 0.0) * plan.layout.num_devices
   xla = f"XLA counts {counted / tokens / 1e9:.3f} G, the body of each loop once, scoring and recomputation included"
-  lines.append(plan.memory.beside(sizes))
-  lines.append(f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; {xla}")
+  lines += [plan.memory.beside(sizes), f"FLOPs per token: {plan.flops.total / tokens / 1e9:.3f} G by shapes; {xla}"]
   found = collectives.table(compiled.collectives())
   lines.append("collectives of a step, on each device:" if found else "collectives of a step: none")
   return [*lines, *(f"  {line}" for line in found)], fits

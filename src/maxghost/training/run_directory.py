@@ -84,7 +84,7 @@ def has_checkpoint(path: Path) -> bool:
 
 
 def claim(existing: Existing, cfg: Config) -> TextIO:
-  """Locks the directory, and begins a new run with config.yml; that of an older run stays until its checkpoint fits
+  """Locks the directory, and begins a new run with config.yml; one that is there stays until all checkpoints fit
   (`Session`). Raises ConfigError on failure. Closing the lock, or the end of the process, releases the directory."""
   path = existing.path
   try:
@@ -104,7 +104,7 @@ def claim(existing: Existing, cfg: Config) -> TextIO:
   except OSError as error:  # some network file systems have no locks
     print(f"maxghost: {path} cannot be locked ({error.strerror}); do not start a second run in it", file=sys.stderr)
   try:
-    if inspect(cfg).is_new:  # again: another process may have written since
+    if inspect(cfg).is_new and not (path / CONFIG_FILE).exists():  # again: another process may have written since
       config.save(cfg, path / CONFIG_FILE)
   except ConfigError:
     lock.close()
