@@ -418,6 +418,9 @@ def test_what_if_leaves_out_a_step_whose_only_advantages_are_of_answers_without_
     record["prompts"][0]["answers"][0] |= {"ended": True, "advantage": 1.0}
   asked = what_if.ask(attribution.load(finished / "runs/base"), "scale_rewards=none")
   assert asked.num_idle == 2 and set(asked.steps_N.tolist()) == {2, 3, 4, 5}
+  records[2]["prompts"][0]["answers"][0]["ended"] = False
+  cfg = config.replace(cfg, steps=5)  # of which the last sampling trains one
+  assert what_if.ask(attribution.load(finished / "runs/base"), "scale_rewards=none").num_idle == 3
 
 
 def test_what_if_tells_what_the_other_reward_does(tmp_path):
