@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from train_steps import TRAIN, Run
+from train_steps import TRAIN, VALIDATION, Run
 
 from maxghost import attribute, attribution, config, objectives
 from maxghost.config import ConfigError
@@ -80,6 +80,19 @@ def rows_with_tokens(batch, where):
   return {name: np.where(where[:, None], v, 0) if name == "targets_segmentation" else v for name, v in batch.items()}
 
 
+def step_with_a_broken_row(run):
+  """A step in which row 1 alone has a token whose embedding is not finite."""
+  broken = tiny.VOCAB - 1
+  batch, val = ({k: np.where(k == "inputs", np.minimum(v, broken - 1), v) for k, v in rows.items()}
+                for rows in (TRAIN[0], VALIDATION))  # fmt: skip
+  batch["inputs"][1, 1] = broken
+  held = nnx.merge(run.graphdef, run.state)
+  table = held.model.token_embedder.embedding
+  table[...] = table[...].at[broken].set(jnp.nan)
+  run.state = nnx.state(held)
+  return run.step(batch, (val,))
+
+
 # Without AdamW, whose first steps turn rounding into sign changes.
 SMALL = {"base_num_decoder_layers": 1, "opt_type": "sgd", "ghost_detail": "total", "remat_policy": "none"}
 
@@ -125,6 +138,17 @@ def test_the_step_is_that_of_the_chosen_rows_alone(plain, method, settings):
   if method == "topk":
     value = whole["contribution_BSK"].sum((1, 2))
     assert sorted(np.argsort(-value)[:3]) == np.flatnonzero(where).tolist()
+  broken = step_with_a_broken_row(picking)
+  assert np.isfinite(broken["loss"]) and not broken["chosen_B"][1]
+  assert not broken["scored_ok"], "else the log would have NaN for the row"
+
+
+@pytest.mark.slow
+def test_a_row_without_a_finite_score_is_not_trained_on():
+  """Of bottomk, whose values otherwise are positive too: 0 in place of NaN would be among the smallest."""
+  out = step_with_a_broken_row(Run(ghost_select="bottomk", ghost_select_fraction=0.43, **SMALL))
+  assert out["chosen_B"].sum() == 3 and not out["chosen_B"][1]
+  assert np.isfinite(out["loss"]) and not out["scored_ok"]
 
 
 def test_experts_are_balanced_over_the_chosen_rows_alone():

@@ -33,7 +33,7 @@ from maxghost.ghost.sketch import sketch_gradient, sketch_pass
 from maxghost.objectives import LanguageModelLoss, create
 from maxghost.scorelog import Writer
 from maxghost.training import devices, scoring, state
-from maxghost.training.score_recorder import scored_rows
+from maxghost.training.score_recorder import COLUMNS, scored_rows
 from maxghost.training.step import make_train_step
 
 UNIT = "nats by which one exposure in a training step is predicted to lower the query's loss, over the checkpoints"
@@ -83,8 +83,7 @@ def score(cfg: Config, points: Iterator[Point], corpus: Corpus, queries: dict[st
   return len(names)
 
 
-_OUTPUTS = ("score_dot_BSK", "contribution_BSK", "share_BS", "tokens_BS", "loss_BS", "scored_ok", "learning_rate",
-            "val_loss")  # fmt: skip
+_OUTPUTS = (*COLUMNS.values(), "scored_ok", "learning_rate", "val_loss")
 
 
 def build_index(cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int,

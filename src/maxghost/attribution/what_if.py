@@ -60,7 +60,7 @@ def ask(log: ScoreLog, asked: str, val_set: str = "") -> WhatIf:
     if any(answer["advantage"] and (answer["ended"] or not masked) for answer in answers):
       found += _answers(record, function, scale, cfg, score_of)
     else:
-      idle += cfg.rollout.num_iterations
+      idle += min(cfg.rollout.num_iterations, cfg.run.steps - record["step"])
   if not found:
     raise ConfigError(f"{log.run_dir}: none of its answers has a score, or no step had an answer with an advantage")
   steps, prompts, texts, *values = zip(*found, strict=True)

@@ -88,11 +88,12 @@ class Selector(Scorer):
     problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
     first = scoring.run(dataclasses.replace(problem, account=None, settings=settings), train_state)
-    value_B, pair_BB = jnp.nan_to_num(first.additive.mean(0).sum(-1)), None
+    value_B, pair_BB = first.additive.mean(0).sum(-1), None
+    usable_B = jnp.isfinite(value_B) & (first.passed.weights != 0).any(-1)
     k = num_chosen(self.cfg, len(value_B))
     if self.sketch is not None:
       pair_BB = self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
-    chosen_B = choose(ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), k,
+    chosen_B = choose(ghost.ghost_select, jnp.where(usable_B, value_B, 0), usable_B, k,
                       jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
                       pair_BB=pair_BB)  # fmt: skip
     picked, index_k = take(dict(batch), chosen_B, k)
@@ -104,6 +105,7 @@ class Selector(Scorer):
     """As `Scorer.outputs`, for all candidates, with chosen_B bool. Rows that were not chosen have contribution 0, and
     the dot product, loss and tokens of the candidate pass."""
     out, first = super().outputs(scored, scored.batch, learning_rate, norm, clip_factor), scored.candidates
+    out["scored_ok"] &= jnp.all(jnp.isfinite(first.additive))  # else the log would have NaN for a row not chosen
     used_BTS, _, per_share_BS, seen = self.slots(dict(batch), first.passed.losses, first.passed.weights)
     seen_dot = scoring.products("kbt,bts->bsk", first.additive, used_BTS) * per_share_BS[..., None]
 
@@ -154,10 +156,9 @@ class Selector(Scorer):
 def make_selector(cfg: Config, model: nnx.Module, batch, *, num_sets: int, num_segments: int) -> Selector:
   """As `scoring.make_scorer`, with twins for the candidates. Raises ValueError for a model that cannot be scored."""
   rows = jax.tree.leaves(batch)[0].shape[0]
-  k = num_chosen(cfg, rows)
   of = lambda n: {name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) for name, x in dict(batch).items()}  # noqa: E731
   sizes, twin = {"num_sets": num_sets, "num_segments": num_segments}, None
-  scorer, candidates = (scoring.make_scorer(cfg, model, of(n), **sizes) for n in (k, rows))
+  scorer, candidates = (scoring.make_scorer(cfg, model, of(n), **sizes) for n in (num_chosen(cfg, rows), rows))
   if cfg.ghost.ghost_select == "greats":
     options = {"num_sets": 1, "num_positions": None, "spec": sketch.SPEC, "exclude": scoring.excluded(cfg, model)}
     twin = prepare_twin(model, of(rows), create(cfg), **options)
