@@ -76,12 +76,12 @@ def test_what_has_no_order_and_an_exit_are_no_rewards(made, said):
     ("yield 1 / 0", "ZeroDivisionError: division by zero;"),  # raised outside of the call
     (r"raise ValueError('\n 1 error for Answer\n')", "ValueError: 1 error for Answer;"),
     ("return float('x')", "ValueError: could not convert"),
-    ("return re.compile('(')", r"error: missing \)"),  # the line of the file, not of the library
+    ("return json.loads('(')", "JSONDecodeError: Expecting value"),  # the line of the file, not of the library
   ],
 )
 def test_the_place_of_a_failure_is_told(tmp_path, line, said):
   file = tmp_path / "own.py"
-  file.write_text(f"import re\n\n\ndef own(prompts, **_):\n  {line}\n")
+  file.write_text(f"import json\n\n\ndef own(prompts, **_):\n  {line}\n")
   with pytest.raises(rewards.RolloutError, match=rf"reward own failed: {said}.* answer 'b'; at {file}:5$"):
     rewards.judge({"own": rewards.load(f"{file}:own")}, ["p"], ["b"], {})
 
