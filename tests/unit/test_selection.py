@@ -31,6 +31,15 @@ def test_topk_and_bottomk_take_the_ends_and_never_an_empty_row():
   assert 4 not in places("bottomk", 6)
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_row_without_a_finite_value_is_taken_last(broken):
+  pair = jnp.asarray(np.diag(np.arange(7.0)).astype(np.float32))
+  for method, k in itertools.product(("topk", "bottomk", "random", "threshold", "greats"), (3, 5, 6)):
+    values = np.where(np.arange(7) == 1, np.float32(broken), VALUES)
+    chosen = selection.choose(method, values, FULL, k, jax.random.key(3), threshold=-9.0, pair_BB=pair)
+    assert not (chosen[1] and k < 6) and chosen.sum() == (5 if method == "threshold" else k)
+
+
 def test_threshold_compares_with_the_mean_absolute_value():
   # mean |value| of the six full rows: 8.6 / 6 = 1.433
   assert places("threshold", 7, threshold=1.0) == [2, 5]

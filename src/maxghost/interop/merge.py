@@ -89,18 +89,19 @@ def _changed(ref: Ref, change: Callable[[np.ndarray], np.ndarray]) -> Ref:
 def _held_in_few_bits(model: ModelConfig, qtype: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
   """{path without layer: what lora_weight_qtype makes of such a matrix}: the model that was trained. Imports JAX."""
   from maxghost import models
-  from maxghost.adapters.attach import places, quantized
+  from maxghost.adapters.attach import places
+  from maxghost.adapters.quantized import dequantize, matrix_axes, quantize
 
   def restored(in_axes: int, out_axes: int, w: np.ndarray) -> np.ndarray:
     if qtype == "bfloat16":
       return w.astype(qtype).astype(w.dtype)
     depth, wide = w.ndim - in_axes - out_axes, w.astype(np.promote_types(w.dtype, np.float32))
-    whole = quantized.dequantize(quantized.quantize(wide, qtype, depth, in_axes), qtype, wide.dtype, depth)
+    whole = dequantize(quantize(wide, qtype, depth, in_axes), qtype, wide.dtype, depth)
     return np.asarray(whole).reshape(w.shape).astype(w.dtype)
 
   found = {}
   for label, (module, name, by_default) in places(models.create_abstract(model)).items():
     if by_default or name:
       path = re.sub(r"^decoder/layers(/layers)?_\d+/", "decoder/layers/", label if name else f"{label}/kernel")
-      found[path] = functools.partial(restored, *quantized.matrix_axes(module))
+      found[path] = functools.partial(restored, *matrix_axes(module))
   return found

@@ -33,31 +33,32 @@ SEED = 20_240  # of ghost_select=random and, plus 1, of the sketch directions
 
 
 def choose(method: str, value_B, has_tokens_B, k: int, key, *, threshold: float = 0.0, pair_BB=None):
-  """bool[B]: the rows to train on. Rows without tokens come last; ties go to the earlier row.
+  """bool[B]: the rows to train on. Rows without tokens or a finite value come last; ties go to the earlier row.
 
   value_B: value of a row's step (nats per unit of learning rate; larger is better). topk, bottomk: the k largest,
   smallest. random: k rows drawn by `key`. threshold: rows with values above `threshold` times the mean absolute value,
   or else the best row. greats: repeatedly the row that adds most to those chosen, by value_i - sum over chosen j of
   pair_ij - pair_ii / 2 (Wang et al., GREATS, 2024).
   """
+  usable_B = has_tokens_B & jnp.isfinite(value_B)
+  value_B = jnp.where(usable_B, value_B, 0)
   if method == "threshold":
-    count = jnp.maximum(has_tokens_B.sum(), 1)
-    above = (value_B > threshold * jnp.sum(jnp.abs(value_B) * has_tokens_B) / count) & has_tokens_B
-    best = jnp.arange(len(value_B)) == jnp.argmax(jnp.where(has_tokens_B, value_B, -jnp.inf))
+    above = (value_B > threshold * jnp.sum(jnp.abs(value_B)) / jnp.maximum(usable_B.sum(), 1)) & usable_B
+    best = jnp.arange(len(value_B)) == jnp.argmax(jnp.where(usable_B, value_B, -jnp.inf))
     return jnp.where(above.any(), above, best)
   if method == "greats":
-    return _greedy(value_B, has_tokens_B, k, pair_BB)
+    return _greedy(value_B, usable_B, k, pair_BB)
   rank = {"topk": value_B, "bottomk": -value_B, "random": jax.random.uniform(key, value_B.shape)}[method]
-  order = jnp.argsort(-jnp.where(has_tokens_B, rank, -jnp.inf), stable=True)
+  order = jnp.argsort(-jnp.where(usable_B, rank, -jnp.inf), stable=True)
   return jnp.zeros(value_B.shape, bool).at[order[:k]].set(True)
 
 
-def _greedy(value_B, has_tokens_B, k: int, pair_BB):
+def _greedy(value_B, usable_B, k: int, pair_BB):
   gain = value_B - 0.5 * jnp.diagonal(pair_BB)
 
   def add(_, carry):
     chosen, gain = carry
-    best = jnp.argmax(jnp.where(chosen, -jnp.inf, jnp.where(has_tokens_B, gain, jnp.finfo(gain.dtype).min)))
+    best = jnp.argmax(jnp.where(chosen, -jnp.inf, jnp.where(usable_B, gain, jnp.finfo(gain.dtype).min)))
     return chosen.at[best].set(True), gain - pair_BB[best]
 
   return jax.lax.fori_loop(0, k, add, (jnp.zeros(value_B.shape, bool), gain))[0]
@@ -88,12 +89,10 @@ class Selector(Scorer):
     problem = self.candidates.problem(train_state, split, step_loss, batch, val_batches)
     settings = dataclasses.replace(problem.settings, in_turn=False)
     first = scoring.run(dataclasses.replace(problem, account=None, settings=settings), train_state)
-    value_B, pair_BB = first.additive.mean(0).sum(-1), None
-    usable_B = jnp.isfinite(value_B) & (first.passed.weights != 0).any(-1)
+    value_B = first.additive.mean(0).sum(-1)
     k = num_chosen(self.cfg, len(value_B))
-    if self.sketch is not None:
-      pair_BB = self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
-    chosen_B = choose(ghost.ghost_select, jnp.where(usable_B, value_B, 0), usable_B, k,
+    pair_BB = self.sketch and self._interactions(problem, self.sketch, first.passed.grads, train_state.step)
+    chosen_B = choose(ghost.ghost_select, value_B, (first.passed.weights != 0).any(-1), k,
                       jax.random.fold_in(jax.random.key(SEED), train_state.step), threshold=ghost.ghost_select_fraction,
                       pair_BB=pair_BB)  # fmt: skip
     picked, index_k = take(dict(batch), chosen_B, k)
