@@ -19,6 +19,7 @@ from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import GONE, read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
+from maxghost.config.files import locked
 from maxghost.config.values import guarded, nearest_beside, printable, shown
 from maxghost.interop import model_path
 from maxghost.parallel import heap
@@ -244,8 +245,9 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   if corpus is not None:
     rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths, method)
     print(COMPILING, flush=True)
-    count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
-    config.save(as_run(run_cfg, args.data, corpus.source.domains), args.index / "config.yml")
+    with locked(args.index, "--index"):
+      count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
+      config.save(as_run(run_cfg, args.data, corpus.source.domains), args.index / "config.yml")
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
     print_notes(corpus.left_out)
   if not queries:

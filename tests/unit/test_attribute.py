@@ -403,6 +403,23 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
   assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
 
 
+def test_one_command_at_a_time_writes_an_index(corpora, tmp_path, monkeypatch):
+  """Two would write files of one name, and the first to end give the sketches of the other one its own ids."""
+  folder, built = tmp_path / "index", []
+  args = attribute.parse(["run", "--data", "a=b", "--index", str(folder)])
+  write = functools.partial(attribute._index, args, CFG, {}, corpora[0], None, {}, 3, CFG)
+
+  def build(*_):
+    built.append(folder)
+    with pytest.raises(ConfigError, match=r"another command writes .*index; wait for its end, or give another --index"):
+      write()
+    return 1
+
+  monkeypatch.setattr(offline, "build_index", build)
+  assert write() == 0 and len(built) == 1
+  assert write() == 0 and len(built) == 2
+
+
 @pytest.mark.parametrize(
   "keys",
   [{"document_fields": ("id", "lang")}, {"dataset_type": "hf", "train_split": "all"},
