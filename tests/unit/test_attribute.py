@@ -403,6 +403,24 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
   assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
 
 
+def test_a_finished_index_has_the_settings_that_find_its_texts(corpora, tmp_path, monkeypatch):
+  """Killed behind its last file: no config.yml of an earlier index stays, by which other documents would be shown."""
+
+  def killed(_):
+    raise KeyboardInterrupt
+
+  prepare = lambda batch: dataclasses.replace(batch, arrays={"shape": batch.document_BS.shape})  # noqa: E731
+  sketch = lambda _, __, arrays: (np.ones((*arrays["shape"], 1, 2)), np.ones(arrays["shape"], int))  # noqa: E731
+  made = SimpleNamespace(prepare=prepare, respond=lambda *_: (None,), sketch=sketch)
+  monkeypatch.setitem(offline.METHODS, index.LESS, lambda *_: made)
+  monkeypatch.setattr(attribute, "points", lambda *_: iter([Point(3, None, "x")]))
+  monkeypatch.setattr(offline, "sealed", killed)
+  args = attribute.parse(["run", "--method", "less", "--data", "code=b", "--index", str(tmp_path / "index")])
+  with pytest.raises(KeyboardInterrupt):
+    attribute._index(args, CFG, {}, corpora[0], None, {}, 3, CFG)
+  assert config.load(tmp_path / "index" / "config.yml").data.dataset_files == (f"code={Path('b').absolute()}",)
+
+
 def test_one_command_at_a_time_writes_an_index(corpora, tmp_path, monkeypatch):
   """Two would write files of one name, and the first to end give the sketches of the other one its own ids."""
   folder, built = tmp_path / "index", []

@@ -22,7 +22,7 @@ from maxghost import optimizers
 from maxghost.attribution import index, words
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.less import Less, twin_of
-from maxghost.config import Config, ConfigError
+from maxghost.config import Config, ConfigError, save
 from maxghost.config.files import sealed, write_text
 from maxghost.data.hashing import sha256
 from maxghost.data.packing import Layout
@@ -87,13 +87,14 @@ _OUTPUTS = (*COLUMNS.values(), "scored_ok", "learning_rate", "val_loss")
 
 
 def build_index(cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int,
-                num_directions: int, method: str = index.CONTRIBUTION) -> int:  # fmt: skip
+                num_directions: int, method: str = index.CONTRIBUTION, own: Config | None = None) -> int:  # fmt: skip
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
   `sketch_<step>.npy` [N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random directions
   in each parameter and layer, as `index.py` says; float32 for LESS. `ids.jsonl`: [domain, path, offset, chunk, tokens]
   of each chunk; `ends.npy`: the byte behind it. `step.npz`: the corpus's first `step_rows` rows, the batch of the step
-  whose response queries are passed through. `index.json`: the rest. method: one of METHODS.
+  whose response queries are passed through. `index.json`: the rest. method: one of METHODS. own: becomes `config.yml`,
+  by which the texts of the chunks are found.
   """
   folder.mkdir(parents=True, exist_ok=True)
   for path in folder.glob(".*.tmp"):
@@ -128,6 +129,8 @@ def build_index(cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Pa
     "chunks": len(chunks), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,
     "files": {name: sha256(folder / name) for name in names},
   }  # fmt: skip
+  if own is not None:
+    save(own, folder / "config.yml")
   write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
   for path in (*folder.glob("sketch_*.npy"), *folder.glob("blocks_*.npz")):
     if path.name not in names:  # of an earlier index here, with other checkpoints
