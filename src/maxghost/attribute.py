@@ -19,7 +19,6 @@ from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import GONE, read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
-from maxghost.config.files import locked
 from maxghost.config.values import guarded, nearest_beside, printable, shown
 from maxghost.interop import model_path
 from maxghost.parallel import heap
@@ -246,8 +245,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths, method)
     own = as_run(run_cfg, args.data, corpus.source.domains)
     print(COMPILING, flush=True)
-    with locked(args.index, "--index"):
-      count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method, own)
+    count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method, own)
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
     print_notes(corpus.left_out)
   if not queries:

@@ -30,9 +30,9 @@ from maxghost.training.state import TrainStateNNX
 ROWS = 3
 Z_LOSS = 1e-2
 CFG = tiny.make_config(
-  base_num_decoder_layers=1, max_target_length=24, remat_policy="none", scan_layers=True, z_loss_multiplier=Z_LOSS,
-  gradient_clipping_threshold=0.3, warmup_steps_fraction=0.0, lr_schedule_type="constant", learning_rate=0.01,
-  adam_eps=1e-6, ghost_direction="adam", ghost_detail="total",
+  base_num_decoder_layers=1, max_target_length=24, max_segments_per_seq=3, remat_policy="none", scan_layers=True,
+  z_loss_multiplier=Z_LOSS, gradient_clipping_threshold=0.3, warmup_steps_fraction=0.0, lr_schedule_type="constant",
+  learning_rate=0.01, adam_eps=1e-6, ghost_direction="adam", ghost_detail="total",
 )  # fmt: skip
 SGD = config.replace(CFG, opt_type="sgd", ghost_direction="sgd", learning_rate=0.5)
 DOCUMENTS = {"code": ["for i in range(7): print(i)", "x"], "prose": ["It was late.", "a" * 40, "Nothing moved there."]}
@@ -403,16 +403,20 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
   assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
 
 
+ONES = SimpleNamespace(  # the sketches of all documents
+  prepare=lambda batch: dataclasses.replace(batch, arrays={"shape": batch.document_BS.shape}),
+  respond=lambda *_: (None,),
+  sketch=lambda _, __, arrays: (np.ones((*arrays["shape"], 1, 2)), np.ones(arrays["shape"], int)),
+)
+
+
 def test_a_finished_index_has_the_settings_that_find_its_texts(corpora, tmp_path, monkeypatch):
   """Killed behind its last file: no config.yml of an earlier index stays, by which other documents would be shown."""
 
   def killed(_):
     raise KeyboardInterrupt
 
-  prepare = lambda batch: dataclasses.replace(batch, arrays={"shape": batch.document_BS.shape})  # noqa: E731
-  sketch = lambda _, __, arrays: (np.ones((*arrays["shape"], 1, 2)), np.ones(arrays["shape"], int))  # noqa: E731
-  made = SimpleNamespace(prepare=prepare, respond=lambda *_: (None,), sketch=sketch)
-  monkeypatch.setitem(offline.METHODS, index.LESS, lambda *_: made)
+  monkeypatch.setitem(offline.METHODS, index.LESS, lambda *_: ONES)
   monkeypatch.setattr(attribute, "points", lambda *_: iter([Point(3, None, "x")]))
   monkeypatch.setattr(offline, "sealed", killed)
   args = attribute.parse(["run", "--method", "less", "--data", "code=b", "--index", str(tmp_path / "index")])
@@ -423,19 +427,19 @@ def test_a_finished_index_has_the_settings_that_find_its_texts(corpora, tmp_path
 
 def test_one_command_at_a_time_writes_an_index(corpora, tmp_path, monkeypatch):
   """Two would write files of one name, and the first to end give the sketches of the other one its own ids."""
-  folder, built = tmp_path / "index", []
-  args = attribute.parse(["run", "--data", "a=b", "--index", str(folder)])
-  write = functools.partial(attribute._index, args, CFG, {}, corpora[0], None, {}, 3, CFG)
+  write, refused = functools.partial(offline.build_index, CFG, corpus=corpora[0], folder=tmp_path / "index"), []
+  write = functools.partial(write, num_rows=2, step_rows=2, num_directions=2, method=index.LESS)
 
-  def build(*_):
-    built.append(folder)
+  def points():
+    yield Point(3, None, "x")
     with pytest.raises(ConfigError, match=r"another command writes .*index; wait for its end, or give another --index"):
-      write()
-    return 1
+      write(iter([Point(3, None, "y")]))
+    refused.append(3)
 
-  monkeypatch.setattr(offline, "build_index", build)
-  assert write() == 0 and len(built) == 1
-  assert write() == 0 and len(built) == 2
+  monkeypatch.setitem(offline.METHODS, index.LESS, lambda *_: ONES)
+  count = write(points())
+  assert refused and index.open_index(tmp_path / "index")["checkpoints"] == [[3, "x"]]
+  assert write(iter([Point(3, None, "y")])) == count
 
 
 @pytest.mark.parametrize(

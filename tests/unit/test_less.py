@@ -20,8 +20,8 @@ from maxghost.training import state
 from maxghost.training.state import TrainStateNNX
 
 CFG = tiny.make_config(
-  base_num_decoder_layers=1, max_target_length=24, remat_policy="none", steps=20, learning_rate=0.01, adam_eps=1e-5,
-  warmup_steps_fraction=0.2, lr_schedule_type="cosine", ghost_detail="total",
+  base_num_decoder_layers=1, max_target_length=24, max_segments_per_seq=3, remat_policy="none", steps=20,
+  learning_rate=0.01, adam_eps=1e-5, warmup_steps_fraction=0.2, lr_schedule_type="cosine", ghost_detail="total",
 )  # fmt: skip
 DOCUMENTS = ("for i in range(7): print(i)", "x", "It was late.", "a" * 40, "Nothing moved there.")
 STEPS = (3, 11)
@@ -45,6 +45,7 @@ def corpora(tmp_path_factory):
   (folder / "ask.txt").write_text("for j in range(9): print(j)")
   patterns = f"notes={folder}/note*.txt", f"ask={folder}/ask.txt"
   documents, asked = (Corpus((pattern,), CFG.data, "--data") for pattern in (*patterns[:1], *patterns[1:]))
+  assert max((batch.document_BS >= 0).sum(1).max() for batch in documents.batches(1)) > 1, "some are packed"
   return documents, asked, {"ask": asked.sample("ask", 2)[0]}, patterns
 
 

@@ -31,8 +31,7 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
         if (first := next(tables, None)) is None:
           continue
         schema = pa.table(first).schema.with_metadata(metadata)
-        file = stack.enter_context(write_whole(path))
-        with parquet.ParquetWriter(file, schema) as writer:
+        with parquet.ParquetWriter(stack.enter_context(write_whole(path)), schema) as writer:
           writer.write_table(pa.table(first, schema=schema))
           for columns in tables:
             writer.write_table(pa.table(columns, schema=schema))
