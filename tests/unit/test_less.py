@@ -1,6 +1,7 @@
 """LESS against gradients of one document at a time, and the Adam step of optax on each."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 from pathlib import Path
