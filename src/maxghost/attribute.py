@@ -243,9 +243,9 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     raise ConfigError(f"--index: {problem}; give --direction path, and --data for an index that was written without")
   if corpus is not None:
     rows, at = args.rows or SKETCHED_ROWS, points(cfg, paths, method)
+    own = as_run(run_cfg, args.data, corpus.source.domains)
     print(COMPILING, flush=True)
-    count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method)
-    config.save(as_run(run_cfg, args.data, corpus.source.domains), args.index / "config.yml")
+    count = offline.build_index(cfg, at, corpus, args.index, rows, step_rows, args.directions, method, own)
     print(f"indexed {count:,} chunks at {len(paths)} checkpoint{'s' if len(paths) > 1 else ''}: {args.index}")
     print_notes(corpus.left_out)
   if not queries:

@@ -30,9 +30,9 @@ from maxghost.training.state import TrainStateNNX
 ROWS = 3
 Z_LOSS = 1e-2
 CFG = tiny.make_config(
-  base_num_decoder_layers=1, max_target_length=24, remat_policy="none", scan_layers=True, z_loss_multiplier=Z_LOSS,
-  gradient_clipping_threshold=0.3, warmup_steps_fraction=0.0, lr_schedule_type="constant", learning_rate=0.01,
-  adam_eps=1e-6, ghost_direction="adam", ghost_detail="total",
+  base_num_decoder_layers=1, max_target_length=24, max_segments_per_seq=3, remat_policy="none", scan_layers=True,
+  z_loss_multiplier=Z_LOSS, gradient_clipping_threshold=0.3, warmup_steps_fraction=0.0, lr_schedule_type="constant",
+  learning_rate=0.01, adam_eps=1e-6, ghost_direction="adam", ghost_detail="total",
 )  # fmt: skip
 SGD = config.replace(CFG, opt_type="sgd", ghost_direction="sgd", learning_rate=0.5)
 DOCUMENTS = {"code": ["for i in range(7): print(i)", "x"], "prose": ["It was late.", "a" * 40, "Nothing moved there."]}

@@ -1,8 +1,11 @@
 """LESS against gradients of one document at a time, and the Adam step of optax on each."""
 
 import contextlib
+import dataclasses
 import functools
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +23,8 @@ from maxghost.training import state
 from maxghost.training.state import TrainStateNNX
 
 CFG = tiny.make_config(
-  base_num_decoder_layers=1, max_target_length=24, remat_policy="none", steps=20, learning_rate=0.01, adam_eps=1e-5,
-  warmup_steps_fraction=0.2, lr_schedule_type="cosine", ghost_detail="total",
+  base_num_decoder_layers=1, max_target_length=24, max_segments_per_seq=3, remat_policy="none", steps=20,
+  learning_rate=0.01, adam_eps=1e-5, warmup_steps_fraction=0.2, lr_schedule_type="cosine", ghost_detail="total",
 )  # fmt: skip
 DOCUMENTS = ("for i in range(7): print(i)", "x", "It was late.", "a" * 40, "Nothing moved there.")
 STEPS = (3, 11)
@@ -45,6 +48,7 @@ def corpora(tmp_path_factory):
   (folder / "ask.txt").write_text("for j in range(9): print(j)")
   patterns = f"notes={folder}/note*.txt", f"ask={folder}/ask.txt"
   documents, asked = (Corpus((pattern,), CFG.data, "--data") for pattern in (*patterns[:1], *patterns[1:]))
+  assert max((batch.document_BS >= 0).sum(1).max() for batch in documents.batches(1)) > 1, "some are packed"
   return documents, asked, {"ask": asked.sample("ask", 2)[0]}, patterns
 
 
@@ -193,3 +197,44 @@ def test_what_less_is_not_defined_for(tmp_path, capsys):
     with pytest.raises(config.ConfigError, match="--order nats: --method less ranks by its value"):
       attribute.check_less(cfg, args, {4: run / "checkpoints" / "4"})
   assert json.dumps(offline.LESS_UNIT) and less.Less
+
+
+ONES = SimpleNamespace(  # the sketches of all documents
+  prepare=lambda batch: dataclasses.replace(batch, arrays={"shape": batch.document_BS.shape}),
+  respond=lambda *_: (None,),
+  sketch=lambda _, __, arrays: (np.ones((*arrays["shape"], 1, 2)), np.ones(arrays["shape"], int)),
+)
+
+
+def test_a_finished_index_has_the_settings_that_find_its_texts(corpora, tmp_path, monkeypatch):
+  """Killed behind its last file: no config.yml of an earlier index stays, by which other documents would be shown."""
+
+  def killed(_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setitem(offline.METHODS, index.LESS, lambda *_: ONES)
+  monkeypatch.setattr(attribute, "points", lambda *_: iter([Point(3, None, "x")]))
+  monkeypatch.setattr(offline, "sealed", killed)
+  args = attribute.parse(["run", "--method", "less", "--data", "notes=b", "--index", str(tmp_path / "index")])
+  with pytest.raises(KeyboardInterrupt):
+    attribute._index(args, CFG, {}, corpora[0], None, {}, 3, CFG)
+  assert config.load(tmp_path / "index" / "config.yml").data.dataset_files == (f"notes={Path('b').absolute()}",)
+
+
+def test_one_command_at_a_time_writes_an_index(corpora, tmp_path, monkeypatch):
+  """Two would write files of one name, and the first to end give the sketches of the other one its own ids."""
+  write, refused = functools.partial(offline.build_index, CFG, corpus=corpora[0], folder=tmp_path / "index"), []
+  write = functools.partial(write, num_rows=2, step_rows=2, num_directions=2, method=index.LESS)
+
+  def points():
+    yield Point(3, None, "x")
+    with pytest.raises(
+      config.ConfigError, match=r"another command writes .*index; wait for its end, or give another --index"
+    ):
+      write(iter([Point(3, None, "y")]))
+    refused.append(3)
+
+  monkeypatch.setitem(offline.METHODS, index.LESS, lambda *_: ONES)
+  count = write(points())
+  assert refused and index.open_index(tmp_path / "index")["checkpoints"] == [[3, "x"]]
+  assert write(iter([Point(3, None, "y")])) == count

@@ -1,5 +1,6 @@
 """Damage, shares, units and an optimizer's own ledger columns. K = 2 validation sets."""
 
+import errno
 import itertools
 import json
 import os
@@ -440,13 +441,18 @@ def test_a_pair_has_the_contributions_of_its_chosen_and_its_rejected_row():
     np.testing.assert_array_equal(columns[name], wanted)
 
 
-def test_export_to_parquet(tmp_path, capsys):
+def test_export_to_parquet(tmp_path, capsys, monkeypatch):
   parquet = pytest.importorskip("pyarrow.parquet")
   run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", val_sets=SETS, steps=5)
   assert scores.main([str(run_dir), "--export", "parquet", "--output", str(tmp_path / "out")]) == 0
   assert capsys.readouterr().out.split() == [
     str(tmp_path / "out" / f"{n}.parquet") for n in ("rows", "steps", "modules")
   ]
+
+  def full_disk(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+    yield
+
   log = attribution.load(run_dir)
   rows = parquet.read_table(tmp_path / "out" / "rows.parquet")
   assert rows["path"].to_pylist() == log["path"].tolist()
@@ -458,6 +464,11 @@ def test_export_to_parquet(tmp_path, capsys):
   total = np.nansum(whole.contribution_SMLDK[..., 1])
   assert sum(modules["contribution[exams]"].to_pylist()) == pytest.approx(float(total), rel=1e-5)
   other = make_run(tmp_path / "other", "dataset_type=synthetic", "ghost_val_sets=words", steps=4, modules=False)
+  with monkeypatch.context() as patch:  # a full disk, at the third file
+    patch.setattr(attribution.ScoreLog, "modules", full_disk)
+    with pytest.raises(ConfigError, match="No space left on device"):
+      to_parquet(attribution.load(other), tmp_path / "out")
+  assert parquet.read_table(tmp_path / "out" / "rows.parquet") == rows, "an export stays until the next one is there"
   to_parquet(attribution.load(other), tmp_path / "out")  # no module of the run before stays
   assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rows.parquet", "steps.parquet"]
 

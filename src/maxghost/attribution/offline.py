@@ -22,8 +22,8 @@ from maxghost import optimizers
 from maxghost.attribution import index, words
 from maxghost.attribution.corpus import Corpus
 from maxghost.attribution.less import Less, twin_of
-from maxghost.config import Config, ConfigError
-from maxghost.config.files import sealed, write_text
+from maxghost.config import Config, ConfigError, save
+from maxghost.config.files import locked, sealed, write_text
 from maxghost.data.hashing import sha256
 from maxghost.data.packing import Layout
 from maxghost.data.types import Batch
@@ -87,51 +87,54 @@ _OUTPUTS = (*COLUMNS.values(), "scored_ok", "learning_rate", "val_loss")
 
 
 def build_index(cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Path, num_rows: int, step_rows: int,
-                num_directions: int, method: str = index.CONTRIBUTION) -> int:  # fmt: skip
+                num_directions: int, method: str = index.CONTRIBUTION, own: Config | None = None) -> int:  # fmt: skip
   """Writes a memory-mapped index of sketched gradients; returns the number of chunks.
 
   `sketch_<step>.npy` [N, M, R] of each checkpoint: the gradient of each chunk's summed loss along R random directions
   in each parameter and layer, as `index.py` says; float32 for LESS. `ids.jsonl`: [domain, path, offset, chunk, tokens]
   of each chunk; `ends.npy`: the byte behind it. `step.npz`: the corpus's first `step_rows` rows, the batch of the step
-  whose response queries are passed through. `index.json`: the rest. method: one of METHODS.
+  whose response queries are passed through. `index.json`: the rest. method: one of METHODS. own: becomes `config.yml`,
+  by which the texts of the chunks are found.
   """
-  folder.mkdir(parents=True, exist_ok=True)
-  for path in folder.glob(".*.tmp"):
-    path.unlink()
-  sketcher = METHODS[method](cfg, corpus.layout, num_rows, num_directions)
-  step_batch, names, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
-  for point in points:
-    held, parts = (index.Shrunk() if method == index.CONTRIBUTION else index.Whole()), []
-    scale = sketcher.respond(point.state, step_batch, ())[0]
-    for batch in map(sketcher.prepare, corpus.batches(num_rows)):
-      sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
-      kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
-      if not np.isfinite(sketch_NMR := sketch_BSMR[kept_BS]).all():
-        raise ConfigError("a gradient of the corpus is not finite; the checkpoint's weights may have diverged")
-      held.add(sketch_NMR)
-      parts.append([x[kept_BS] for x in (batch.document_BS, batch.offset_BS, batch.end_BS, tokens_BS)])
-    if not (chunks := np.concatenate(parts, 1).T.tolist()):  # document, begin, end and tokens of each
-      raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
-    (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
-    names += held.save(folder, point.step)
-    checkpoints.append([point.step, point.digest])
-  ids = ([*corpus.source.document_id(number), begin, tokens] for number, begin, _, tokens in chunks)
-  write_text(folder / "ids.jsonl", "".join(json.dumps(entry) + "\n" for entry in ids))
-  names += ["ids.jsonl", index.save(folder / "step.npz", step_batch)]
-  if method == index.CONTRIBUTION:
-    cut = functools.lru_cache(maxsize=64)(corpus.units.cutter)  # chunks of one document follow each other
-    texts = (cut(number)(begin, end) for number, begin, end, _ in chunks)
-    names.append(index.save(folder / index.ENDS, np.array([end for _, _, end, _ in chunks])))
-    names.append(words.write(folder, enumerate(texts), len(chunks)))
-  about = {
-    "version": index.VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
-    "chunks": len(chunks), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,
-    "files": {name: sha256(folder / name) for name in names},
-  }  # fmt: skip
-  write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
-  for path in (*folder.glob("sketch_*.npy"), *folder.glob("blocks_*.npz")):
-    if path.name not in names:  # of an earlier index here, with other checkpoints
+  with locked(folder, "--index"):
+    for path in folder.glob(".*.tmp"):
       path.unlink()
+    sketcher = METHODS[method](cfg, corpus.layout, num_rows, num_directions)
+    step_batch, names, checkpoints = sketcher.prepare(next(corpus.batches(step_rows))).arrays, [], []
+    for point in points:
+      held, parts = (index.Shrunk() if method == index.CONTRIBUTION else index.Whole()), []
+      scale = sketcher.respond(point.state, step_batch, ())[0]
+      for batch in map(sketcher.prepare, corpus.batches(num_rows)):
+        sketch_BSMR, tokens_BS = jax.device_get(sketcher.sketch(point.state, scale, batch.arrays))
+        kept_BS = (batch.document_BS >= 0) & (tokens_BS > 0)
+        if not np.isfinite(sketch_NMR := sketch_BSMR[kept_BS]).all():
+          raise ConfigError("a gradient of the corpus is not finite; the checkpoint's weights may have diverged")
+        held.add(sketch_NMR)
+        parts.append([x[kept_BS] for x in (batch.document_BS, batch.offset_BS, batch.end_BS, tokens_BS)])
+      if not (chunks := np.concatenate(parts, 1).T.tolist()):  # document, begin, end and tokens of each
+        raise ConfigError("the documents hold no token whose loss counts, so there is nothing to index")
+      (folder / "index.json").unlink(missing_ok=True)  # written last: without it the index is incomplete
+      names += held.save(folder, point.step)
+      checkpoints.append([point.step, point.digest])
+    ids = ([*corpus.source.document_id(number), begin, tokens] for number, begin, _, tokens in chunks)
+    write_text(folder / "ids.jsonl", "".join(json.dumps(entry) + "\n" for entry in ids))
+    names += ["ids.jsonl", index.save(folder / index.STEP, step_batch)]
+    if method == index.CONTRIBUTION:
+      cut = functools.lru_cache(maxsize=64)(corpus.units.cutter)  # chunks of one document follow each other
+      texts = (cut(number)(begin, end) for number, begin, end, _ in chunks)
+      names.append(index.save(folder / index.ENDS, np.array([end for _, _, end, _ in chunks])))
+      names.append(words.write(folder, enumerate(texts), len(chunks)))
+    about = {
+      "version": index.VERSION, "method": method, "direction": cfg.ghost.ghost_direction, "directions": num_directions,
+      "chunks": len(chunks), "fingerprint": corpus.fingerprint, "checkpoints": checkpoints,
+      "files": {name: sha256(folder / name) for name in names},
+    }  # fmt: skip
+    if own is not None:
+      save(own, folder / "config.yml")
+    write_text(folder / "index.json", json.dumps(sealed(about), indent=2))
+    for path in (*folder.glob("sketch_*.npy"), *folder.glob("blocks_*.npz")):
+      if path.name not in names:  # of an earlier index here, with other checkpoints
+        path.unlink()
   return len(chunks)
 
 
@@ -148,7 +151,7 @@ def nearest(cfg: Config, points: Iterator[Point], folder: Path, about: dict, que
   by, method = index.NATS if about["method"] == index.LESS else by, METHODS[about["method"]]
   sketcher = method(cfg, corpus.layout, len(next(iter(queries.values())).epoch_B), about["directions"])
   val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
-  asked, step_batch, held = [], step_of(folder), index.Index(folder, about)
+  asked, step_batch, held = [], dict(np.load(folder / index.STEP)), index.Index(folder, about)
   for point in points:
     held.check(point.step, point.digest)
     _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, val)
@@ -175,12 +178,6 @@ def nearest(cfg: Config, points: Iterator[Point], folder: Path, about: dict, que
       for i, n in enumerate(order[:top])
     ]  # fmt: skip
   return found
-
-
-def step_of(folder: Path) -> dict[str, np.ndarray]:
-  """The batch of the step whose response queries are passed through."""
-  with np.load(folder / "step.npz") as file:
-    return dict(file)
 
 
 class Step(NamedTuple):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import zlib
@@ -11,7 +12,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from maxghost.config.values import naming
+from maxghost.config.values import ConfigError, naming, print_problem
 
 
 def config_dir() -> Path:
@@ -47,6 +48,24 @@ def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[Binar
     raise
   if durable:
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, option: str = "--output") -> Iterator[None]:
+  """Makes the folder, which `option` named, and locks it. Raises ConfigError if another command has the lock."""
+  with contextlib.ExitStack() as stack:
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      stack.callback(os.close, handle := os.open(folder, os.O_RDONLY))  # the folder itself: a lock leaves no file
+    except OSError as error:
+      raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise ConfigError(f"another command writes {folder}; wait for its end, or give another {option}") from error
+    except OSError as error:  # some network file systems have no locks
+      print_problem(f"note: {folder} cannot be locked ({error.strerror}); start no second command that writes it")
+    yield
 
 
 def with_end(path: Path) -> Path:

@@ -5,7 +5,6 @@ checksums) are written last; after an interrupt parts without them are written a
 """
 
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
@@ -20,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxghost.config import ConfigError, DataConfig
-from maxghost.config.files import check_seal, sealed, write_text, write_whole
-from maxghost.config.values import import_package, naming, print_problem
+from maxghost.config.files import check_seal, locked, sealed, write_text, write_whole
+from maxghost.config.values import import_package, naming
 from maxghost.data import prepared, tokenizer_files
 from maxghost.data.hashing import changed_files, changed_keys, content_hashes, sha256, text_hash
 from maxghost.data.packing import token_dtype
@@ -61,7 +60,7 @@ def prepare(source: Source, cfg: DataConfig, folder: str, *, num_workers: int = 
   tokenizer = load_tokenizer(cfg.tokenizer_type, cfg.tokenizer_path)
   part_documents = max(1, part_bytes // max(1, source.num_bytes // len(source)))
   job = Job(source, tokenizer, cfg, Path(folder), part_documents, -(-len(source) // part_documents))
-  with _locked(job.folder):
+  with locked(job.folder):
     _claim(job)
     done = _write_parts(job, num_workers, progress)
     with naming("", job.folder):
@@ -128,24 +127,6 @@ def check_folder(folder: Path) -> None:
   there = folder.iterdir() if folder.is_dir() and not (folder / _JOB).is_file() else ()
   if any(not entry.name.startswith(_OURS) for entry in there):
     raise ConfigError(f"{folder} is not empty and holds no prepared corpus; give another --output")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-  """Makes the folder and locks it. Raises ConfigError if another command has the lock."""
-  with contextlib.ExitStack() as stack:
-    try:
-      folder.mkdir(parents=True, exist_ok=True)
-      stack.callback(os.close, handle := os.open(folder, os.O_RDONLY))  # the folder itself: a lock leaves no file
-    except OSError as error:
-      raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
-    try:
-      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise ConfigError(f"another command writes {folder}; wait for its end, or give another --output") from error
-    except OSError as error:  # some network file systems have no locks
-      print_problem(f"note: {folder} cannot be locked ({error.strerror}); start no second command that writes it")
-    yield
 
 
 def _claim(job: Job) -> None:

@@ -3,6 +3,7 @@
 Per-set columns are called `contribution` for one validation set and `contribution[name]` for several.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,17 +25,19 @@ def to_parquet(log: ScoreLog, folder: Path) -> list[Path]:
   sources, written = {"rows": _row_tables(pa, log), "steps": steps, "modules": _modules(log)}, []
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, tables in sources.items():
-      path = folder / f"{name}.parquet"
-      if (first := next(tables, None)) is None:
-        path.unlink(missing_ok=True)  # of an earlier export here
-        continue
-      schema = pa.table(first).schema.with_metadata(metadata)
-      with write_whole(path) as file, parquet.ParquetWriter(file, schema) as writer:
-        writer.write_table(pa.table(first, schema=schema))
-        for columns in tables:
-          writer.write_table(pa.table(columns, schema=schema))
-      written.append(path)
+    with contextlib.ExitStack() as stack:  # an earlier export here stays until all of this one is there
+      for name, tables in sources.items():
+        path = folder / f"{name}.parquet"
+        if (first := next(tables, None)) is None:
+          continue
+        schema = pa.table(first).schema.with_metadata(metadata)
+        with parquet.ParquetWriter(stack.enter_context(write_whole(path)), schema) as writer:
+          writer.write_table(pa.table(first, schema=schema))
+          for columns in tables:
+            writer.write_table(pa.table(columns, schema=schema))
+        written.append(path)
+    for name in sources.keys() - {path.stem for path in written}:
+      (folder / f"{name}.parquet").unlink(missing_ok=True)  # of an earlier export here
   except OSError as error:
     raise ConfigError(f"cannot write {folder} ({error.strerror or error}); name another place with --output") from error
   return written
