@@ -24,7 +24,7 @@ from maxghost.config.files import check_seal, write_whole
 from maxghost.data.hashing import changed_files
 
 VERSION = 5  # 5: where chunks end
-ENDS, STEP = "ends.npy", "step.npz"  # STEP: the batch of the step whose response queries are passed through
+ENDS = "ends.npy"
 KEYS = ("domain", "path", "offset", "chunk", "tokens")  # of a line of ids.jsonl
 HYBRID, SIMILARITY, NATS = ORDERS = ("hybrid", "similarity", "nats")  # what chunks are ranked by
 CONTRIBUTION, LESS = "contribution", "less"  # methods of an index

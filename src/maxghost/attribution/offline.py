@@ -118,7 +118,7 @@ def build_index(cfg: Config, points: Iterator[Point], corpus: Corpus, folder: Pa
       checkpoints.append([point.step, point.digest])
     ids = ([*corpus.source.document_id(number), begin, tokens] for number, begin, _, tokens in chunks)
     write_text(folder / "ids.jsonl", "".join(json.dumps(entry) + "\n" for entry in ids))
-    names += ["ids.jsonl", index.save(folder / index.STEP, step_batch)]
+    names += ["ids.jsonl", index.save(folder / "step.npz", step_batch)]
     if method == index.CONTRIBUTION:
       cut = functools.lru_cache(maxsize=64)(corpus.units.cutter)  # chunks of one document follow each other
       texts = (cut(number)(begin, end) for number, begin, end, _ in chunks)
@@ -151,7 +151,7 @@ def nearest(cfg: Config, points: Iterator[Point], folder: Path, about: dict, que
   by, method = index.NATS if about["method"] == index.LESS else by, METHODS[about["method"]]
   sketcher = method(cfg, corpus.layout, len(next(iter(queries.values())).epoch_B), about["directions"])
   val = tuple(sketcher.prepare(batch).arrays for batch in queries.values())
-  asked, step_batch, held = [], dict(np.load(folder / index.STEP)), index.Index(folder, about)
+  asked, step_batch, held = [], step_of(folder), index.Index(folder, about)
   for point in points:
     held.check(point.step, point.digest)
     _, rate, sketch_KMR = sketcher.respond(point.state, step_batch, val)
@@ -178,6 +178,12 @@ def nearest(cfg: Config, points: Iterator[Point], folder: Path, about: dict, que
       for i, n in enumerate(order[:top])
     ]  # fmt: skip
   return found
+
+
+def step_of(folder: Path) -> dict[str, np.ndarray]:
+  """The batch of the step whose response queries are passed through."""
+  with np.load(folder / "step.npz") as file:
+    return dict(file)
 
 
 class Step(NamedTuple):

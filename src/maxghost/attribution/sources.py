@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from maxghost import attribution, config
-from maxghost.attribution.index import ENDS, KEYS, STEP, Index, open_index, standard_error
-from maxghost.attribution.offline import UNIT, Point, Sketcher
+from maxghost.attribution.index import ENDS, KEYS, Index, open_index, standard_error
+from maxghost.attribution.offline import UNIT, Point, Sketcher, step_of
 from maxghost.attribution.texts import Source
 from maxghost.config import Config, ConfigError
 from maxghost.data.packing import CONCAT, Layout
@@ -47,7 +47,7 @@ class Sources:
     self.tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_path)
     self.index = Index(index_dir, about)
     self._sketcher = Sketcher(cfg, Layout(data.max_target_length, 1), 1, about["directions"])
-    self._held, step_batch = [], dict(np.load(index_dir / STEP))
+    self._held, step_batch = [], step_of(index_dir)
     for point in points:
       self.index.check(point.step, point.digest)
       self._held.append((point.state, jax.block_until_ready(self._sketcher.step(point.state, step_batch))))
