@@ -105,7 +105,8 @@ def test_less_is_that_of_one_device(trained, tmp_path, capsys):
     asked(folder, run, *index, "--queries", f"ask={folder}/q.jsonl", "--output", str(out))
     values.append([(x["path"], x["contribution"]) for x in json.loads(out.read_text())["queries"]["ask"]])
   assert [x[0] for x in values[0]] == [x[0] for x in values[1]] and len(values[0]) == 5
-  assert "(LESS, of whole gradients)" in (out := capsys.readouterr().out) and "by nats" not in out
+  out = capsys.readouterr().out
+  assert "(LESS, of whole gradients)" in out and "by nats" not in out
   np.testing.assert_allclose(*([x[1] for x in some] for some in values), rtol=1e-5, atol=1e-9)
 
 

@@ -144,18 +144,16 @@ def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: i
 def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarray]) -> Rows:
   """Packs the documents into rows. order(n, name): a pseudo-random permutation int64[n]; name selects which."""
   ends, segments, partner = encoded.ends, layout.max_segments, encoded.partner
+  other = None if partner is None else cut(partner.ends, layout.row_length)
   if layout.strategy == CONCAT:
     document, start, length, row = concat(ends, order(len(ends), "documents"), layout.row_length, segments)
   else:
     document, start, length = cut(ends, layout.row_length)
     # A pair needs the room of its longer response, and none is longer than a row.
-    other = length if partner is None else cut(partner.ends, layout.row_length)[2]
-    row = first_fit(np.maximum(length, other), layout.row_length, segments)
+    row = first_fit(length if other is None else np.maximum(length, other[2]), layout.row_length, segments)
   place = np.argsort(order(int(row.max(initial=-1)) + 1, "rows"))  # the inverse permutation
   rows = _placed(encoded, document, start, length, place[row])
-  if partner is None:
-    return rows
-  return replace(rows, partner=_placed(partner, *cut(partner.ends, layout.row_length), place[row]))
+  return rows if other is None else replace(rows, partner=_placed(partner, *other, place[row]))
 
 
 def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: np.ndarray, row: np.ndarray) -> Rows:
