@@ -153,7 +153,7 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
     row = first_fit(length if other is None else np.maximum(length, other[2]), layout.row_length, segments)
   place = np.argsort(order(int(row.max(initial=-1)) + 1, "rows"))  # the inverse permutation
   rows = _placed(encoded, document, start, length, place[row])
-  return rows if other is None else replace(rows, partner=_placed(partner, *other, place[row]))
+  return rows if partner is None or other is None else replace(rows, partner=_placed(partner, *other, place[row]))
 
 
 def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: np.ndarray, row: np.ndarray) -> Rows:
