@@ -7,13 +7,14 @@ the training better. --index sketches the documents' gradients once, so that lat
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from maxghost import config, left_with, load_model
-from maxghost.attribution.index import CONTRIBUTION, LESS, ORDERS, open_index
+from maxghost.attribution.index import CONTRIBUTION, LESS, NATS, ORDERS, open_index
 from maxghost.attribution.texts import print_notes
 from maxghost.attribution.where import refuse_unknown
 from maxghost.checkpoint.layouts_store import GONE, read_json
@@ -25,9 +26,9 @@ from maxghost.parallel import heap
 
 EXAMPLES = """\
 examples:
-  maxghost attribute runs/base --data notes=corpus/**/*.txt --queries mine=questions.jsonl --output runs/asked
+  maxghost attribute runs/base --data "notes=corpus/**/*.txt" --queries mine=questions.jsonl --output runs/asked
   maxghost scores runs/asked --by document --set mine --top 20
-  maxghost attribute runs/base/checkpoints/200 --data notes=corpus/**/*.txt --index runs/base/index
+  maxghost attribute runs/base/checkpoints/200 --data "notes=corpus/**/*.txt" --index runs/base/index
   maxghost attribute runs/base/checkpoints/200 --index runs/base/index --queries mine=questions.jsonl
 """
 DIRECTIONS = 128  # see docs/attribute.md
@@ -191,15 +192,15 @@ def _exact(args, cfg: Config, paths: dict[int, Path], corpus, queries: dict, ste
     count = offline.score(cfg, points(cfg, paths), corpus, queries, writer, rows, rows / step_rows)
     writer.close()
     config.save(as_run(run_cfg, args.data, corpus.source.domains), folder / "config.yml")
-  against = f"{len(queries)} queries" if len(queries) > 1 else "1 query"
-  print(f"scored {count:,} chunks against {against}: {args.output}")
+  print(f"scored {count:,} chunks against {len(queries)} {'queries' if len(queries) > 1 else 'query'}: {args.output}")
   print_notes(corpus.left_out)
   log = attribution.load(args.output)
   for name in queries:
     print(f"\nmost helpful for '{name}': {offline.UNIT}")
     with output.console() as console:
       output.show(ask(log, Query(by="document", top=args.top, val_set=name)), console)
-  print(f"\nmore: maxghost scores {args.output} --by document --set {next(iter(queries))} --text")
+  more = ["maxghost", "scores", str(args.output), "--by=document", f"--set={next(iter(queries))}", "--text"]
+  print(f"\nmore: {shlex.join(more)}")
   return 0
 
 
@@ -252,6 +253,7 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
     return 0
   about = about or open_index(args.index, list(paths))
   unit, way = (offline.LESS_UNIT, "LESS") if method == LESS else (offline.UNIT, f"direction {about['direction']}")
+  way += f", estimated from {about['directions']} random directions" if about["directions"] else ", of whole gradients"
   if not args.direction:
     cfg = config.replace(cfg, ghost_direction=about["direction"])
   elif cfg.ghost.ghost_direction != about["direction"]:
@@ -259,14 +261,15 @@ def _index(args, cfg: Config, paths: dict[int, Path], corpus, asked, queries: di
   print("Compiling the query's pass, which takes seconds to minutes", flush=True)
   found = offline.nearest(cfg, points(cfg, paths, method), args.index, about, queries, asked, args.top, args.order)
   for name, chunks in found.items():
-    print(f"\nnearest to '{name}': {unit}\n({way}, estimated from {about['directions']} random directions)")
+    print(f"\nnearest to '{name}': {unit}\n({way})")
     for chunk in chunks:
       value, error = chunk["contribution"], chunk["standard_error"]
       rank = f"{chunk['rank']}{'=' if chunk['tied'] else ' '}"
       place = f"{chunk['domain']}:{chunk['path']}:{chunk['offset']}+{chunk['chunk']} ({chunk['tokens']} tokens)"
       print(f"{rank:>6} {number(value, plus=True):>11} ± {number(error, 2):<8} {printable(place)}")
   by = "its value" if method == LESS else args.order
-  print(f"\nranked by {by}; ± is the standard error; = marks ranks by nats that it does not tell apart")
+  ties = "; = marks ranks that it does not tell apart" if method == LESS or by == NATS else ""
+  print(f"\nranked by {by}; ± is the standard error{ties}")
   print("place: domain:path:where the document begins in the file + where the chunk begins in the document, in bytes")
   if args.output:
     said = {key: about[key] for key in ("direction", "directions", "checkpoints", "method")} | {"unit": unit}

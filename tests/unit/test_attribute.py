@@ -305,14 +305,14 @@ def test_answers_name_the_direction_and_are_written(trained, tmp_path, capsys, m
   index, answer = str(tmp_path / "index"), tmp_path / "answer.json"
   monkeypatch.setattr(heap, "keep", lambda: kept.append(True))  # else a CPU maps its buffers anew in every batch
   with tiny.cheap_compilation():
-    assert attribute.main([checkpoint, *data, *ask, "--rows", "4", "--output", str(tmp_path / "asked")]) == 0
-    assert "direction adam" in (said := capsys.readouterr()).out and kept and "corrupt: 1\n" in said.err
+    assert attribute.main([checkpoint, *data, *ask, "--rows", "4", "--output", str(tmp_path / "our log")]) == 0
     assert attribute.main([checkpoint, *data, "--index", index, "--directions", "8", "--rows", "2"]) == 0
     assert attribute.main([checkpoint, *ask, "--index", index, "--output", str(answer)]) == 0
   out, err = capsys.readouterr()
-  assert "direction adam, estimated from 8 random directions" in out and err.count("corrupt: 1\n") == 1
-  assert attribution.load(tmp_path / "asked").said_of("direction") == ("adam",)
-  assert scores.main([str(tmp_path / "asked"), "--by", "document", "--format", "json"]) == 0
+  assert f"'{tmp_path}/our log' --by=document --set=mine" in out and kept and "hybrid; ± is the standard error\n" in out
+  assert "direction adam; ±" in out and "adam, estimated from 8 random" in out and err.count("corrupt: 1\n") == 2
+  assert attribution.load(tmp_path / "our log").said_of("direction") == ("adam",)
+  assert scores.main([str(tmp_path / "our log"), "--by", "document", "--format", "json"]) == 0
   assert json.loads(capsys.readouterr().out)["direction"] == "adam"
   written = json.loads(answer.read_text())
   assert written["direction"] == "adam" and {c["path"][-5:] for c in written["queries"]["mine"]} == {"a.txt", "b.txt"}

@@ -96,7 +96,7 @@ def test_an_index_and_its_answers_are_those_of_one_device(kind, trained, tmp_pat
   np.testing.assert_allclose(*([x["logp"] for x in some["tokens"]] for some in found), rtol=1e-5)
 
 
-def test_less_is_that_of_one_device(trained, tmp_path):
+def test_less_is_that_of_one_device(trained, tmp_path, capsys):
   folder, run = trained("whole")
   values = []
   for num in ("1", "4"):
@@ -105,6 +105,8 @@ def test_less_is_that_of_one_device(trained, tmp_path):
     asked(folder, run, *index, "--queries", f"ask={folder}/q.jsonl", "--output", str(out))
     values.append([(x["path"], x["contribution"]) for x in json.loads(out.read_text())["queries"]["ask"]])
   assert [x[0] for x in values[0]] == [x[0] for x in values[1]] and len(values[0]) == 5
+  out = capsys.readouterr().out
+  assert "(LESS, of whole gradients)" in out and "by nats" not in out
   np.testing.assert_allclose(*([x[1] for x in some] for some in values), rtol=1e-5, atol=1e-9)
 
 

@@ -79,6 +79,10 @@ def test_both_responses_are_in_the_same_slot_of_adjacent_rows(tmp_path, form):
       seen.add(int(batch.document_BS[row, slot]))
   held_out = set(made.parts[0].split.pool("p", 99).tolist())
   assert seen == set(range(40)) - held_out
+  rows, counts = made.train._streams[0].make(0, 0, 0)
+  arrays = data.packing.fill([(rows, n, 0) for n in range(len(rows))], made.layout, 257).arrays
+  assert counts["rows"] == len(arrays["targets"]) == 2 * len(rows)
+  assert counts["tokens"] == np.count_nonzero(arrays["targets_segmentation"])
   val = made.validation_batch(0, 4)
   assert len(val.document_BS) == 4 and set(val.document_BS[val.document_BS >= 0].tolist()) <= held_out
 

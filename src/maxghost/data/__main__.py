@@ -125,7 +125,7 @@ def _show(parsed: argparse.Namespace) -> int:
   next(dataset.train)
   print(dataset.train.describe("first window"))
   if cfg.val_sets or cfg.run.eval_interval > 0:
-    print(f"validation '{dataset.val_domain}': {len(dataset.validation_rows()):,} rows")
+    print(f"validation '{dataset.val_domain}': {sum(map(len, dataset.validation_rows().sides)):,} rows")
   return 0
 
 

@@ -121,7 +121,7 @@ class Dataset:
     of the arguments and the configuration. domain: default that of the first validation set. Raises ConfigError when
     the domain has no held-out documents."""
     rows = self.validation_rows(domain)
-    num_rows //= 1 if rows.partner is None else 2  # a pair makes two rows of a batch
+    num_rows //= len(rows.sides)  # a pair makes two rows of a batch
     pieces = [(rows, n % len(rows), n // len(rows)) for n in range(index * num_rows, (index + 1) * num_rows)]
     return packing.fill(pieces, self.layout, self.tokenizer.pad_id)
 

@@ -63,6 +63,11 @@ class Rows:
   def __len__(self) -> int:
     return len(self.row_ends)
 
+  @property
+  def sides(self) -> tuple["Rows", ...]:
+    """These rows, and those of the rejected responses."""
+    return (self,) if self.partner is None else (self, self.partner)
+
   def numbered_from(self, first: int) -> "Rows":
     """The same with `first` added to the documents' indices."""
     partner = None if self.partner is None else self.partner.numbered_from(first)
@@ -76,8 +81,8 @@ def token_dtype(vocab_size: int) -> type:
 
 def cut(ends: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Chunks of documents whose tokens end at `ends`: which document, first pair, number of pairs (int64[C] each)."""
-  starts = _starts(ends)
-  pairs = np.maximum(ends - starts - 1, 0)
+  sizes = np.diff(ends, prepend=0)
+  starts, pairs = ends - sizes, np.maximum(sizes - 1, 0)
   chunks = -(-pairs // row_length)
   document = np.repeat(np.arange(len(ends)), chunks)
   number = np.arange(len(document)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
@@ -122,8 +127,8 @@ def first_fit(length: np.ndarray, row_length: int, max_segments: int) -> np.ndar
 def concat(ends: np.ndarray, order: np.ndarray, row_length: int, max_segments: int) -> tuple[np.ndarray, ...]:
   """Concatenates the documents in `order` and cuts them where a row is full or has max_segments. Returns document,
   first pair, number of pairs and row of each chunk (int64[C] each)."""
-  starts = _starts(ends)
-  pairs = np.maximum(ends - starts - 1, 0)
+  sizes = np.diff(ends, prepend=0)
+  starts, pairs = ends - sizes, np.maximum(sizes - 1, 0)
   chunks: list[tuple[int, int, int, int]] = []
   row, room, used = 0, row_length, 0
   for document, begin, left in zip(order.tolist(), starts[order].tolist(), pairs[order].tolist(), strict=True):
@@ -155,9 +160,9 @@ def pack(encoded: Encoded, layout: Layout, order: Callable[[int, str], np.ndarra
 
 def _placed(encoded: Encoded, document: np.ndarray, start: np.ndarray, length: np.ndarray, row: np.ndarray) -> Rows:
   by_row = np.argsort(row, kind="stable")
-  row_ends = np.cumsum(np.bincount(row))
-  length = length[by_row]
-  heads = np.repeat(_starts(row_ends), np.diff(row_ends, prepend=0))  # the first chunk of each chunk's row
+  sizes, length = np.bincount(row), length[by_row]
+  row_ends = np.cumsum(sizes)
+  heads = np.repeat(row_ends - sizes, sizes)  # the first chunk of each chunk's row
   before, offset = np.cumsum(length) - length, _offsets(encoded, document, start)[by_row]
   slot, begin = np.arange(len(heads)) - heads, (before - before[heads]).astype(np.int32)
   document, start = document[by_row], start[by_row]
@@ -180,13 +185,9 @@ def _offsets(encoded: Encoded, document: np.ndarray, start: np.ndarray) -> np.nd
   return offset
 
 
-def _starts(ends: np.ndarray) -> np.ndarray:
-  return np.concatenate(([0], ends[:-1])).astype(np.int64)[: len(ends)]
-
-
 def fill(pieces: Sequence[tuple[Rows, int, int]], layout: Layout, pad_id: int) -> Batch:
   """The batch of the rows (rows, number of the row, epoch) in `pieces`; of pairs, chosen and rejected rows in turn."""
-  pieces = [(side, n, epoch) for rows, n, epoch in pieces for side in (rows, rows.partner) if side is not None]
+  pieces = [(side, n, epoch) for rows, n, epoch in pieces for side in rows.sides]
   groups: dict[int, list[int]] = {}
   for b, (rows, _, _) in enumerate(pieces):
     groups.setdefault(id(rows), []).append(b)

@@ -202,7 +202,7 @@ class Windows:
       raise ConfigError(f"ghost_val_copies=error: {said}; find them with: python -m maxghost.data duplicates")
     seeds = (text_hash("window", self.name), self.seed, lane, epoch, window)
     rows = pack(encoded, self.units.layout, lambda size, what: permutation(size, text_hash(what), *seeds))
-    return rows, {**counts, "rows": len(rows), "tokens": int(rows.length.sum())}
+    return rows, {**counts, "rows": sum(map(len, rows.sides)), "tokens": sum(int(x.length.sum()) for x in rows.sides)}
 
   def from_workers(self, lane: int, epoch: int, window: int, num_workers: int) -> Iterator[tuple[Rows, dict[str, int]]]:
     """A lane's windows from this one on, made by processes that each prefetch one."""
