@@ -140,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   adapter.add_argument("source", metavar="RUN", help="a run with lora_rank, or a step of it")
   for verb in (into, out, adapter):
     verb.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
+  for verb in (into, out):
     verb.add_argument("--ram_mb", help="host memory for arrays", **RAM_ARGUMENT)
   args = parser.parse(argv)
   if args.verb == "import":
