@@ -1,6 +1,7 @@
 """Rules across keys, each with values that break it and values on its edge."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -138,3 +139,19 @@ def test_advice_does_not_lead_into_the_next_refusal(keys, said, not_said):
   with pytest.raises(config.ConfigError) as refused:
     config.load(*keys.split())
   assert said in str(refused.value) and not_said not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    ("ghost_select=greats quantization=fp8", "quantization=fp8 has not; use ghost_select=topk, or quantization=''"),
+    ("{} ghost_select=greats", "offload_to_host=[weights] has not; use ghost_select=topk, or offload_to_host=[]"),
+    ("{} ghost_curvature=hessian", "has not; use ghost_curvature=none, or offload_to_host=[]"),
+    ("{} ghost_direction=second_order", "has not; use ghost_direction=auto, or offload_to_host=[]"),
+    ("{} ghost_schedule=forward_mode", "use offload_to_host=[], or ghost_schedule=two_pass or"),
+  ],
+)
+def test_what_takes_second_or_forward_derivatives_is_refused_where_there_are_none(keys, said):
+  """Frozen weights on the host have a backward pass of their own; rounded products have the straight-through one."""
+  with pytest.raises(config.ConfigError, match=re.escape(said)):
+    config.load(*keys.format("lora_rank=2 segment_lengths=2 offload_to_host=weights").split())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxghost.config.files import config_dir, read_table
+from maxghost.config.values import shown
 
 REQUIRED = object()  # default of an entry that config.json must have
 
@@ -137,6 +138,24 @@ _FOLLOWS: dict[str, Callable[[Callable[[str], int]], int]] = {
   "head_dim": lambda size: size("base_emb_dim") // size("base_num_query_heads"),
   "base_mlp_dim": lambda size: 4 * size("base_emb_dim"),
 }
+
+
+def check(v: Any) -> Iterator[str]:
+  """What the model keys lack of their family, or have beside it. v: `validate.Values`."""
+  record = FAMILIES[v.decoder_block]
+  block, example = v["decoder_block"], f"model_name={record.example}"
+  for key, needed in record.needs.items():
+    if (value := getattr(v, key)) != needed:
+      own = next(other.name for other in FAMILIES.values() if not other.needs)
+      use = f"set it ({example} sets all of the family), or decoder_block={own} for a model of your own"
+      yield f"{block} has {key}={shown(needed)}, not {shown(value)}; {use}"
+  if record.routed and v.num_experts == 1:
+    yield f"{block} has experts, but num_experts=1; set it, or {example}"
+  if record.routed is False and v.num_experts > 1:
+    routed = next(other.name for other in FAMILIES.values() if other.routed)
+    yield f"{block} has no experts, but {v['num_experts']}; use decoder_block={routed}"
+  if record.learned_positions and v.trainable_position_size < 1:
+    yield f"{block} learns its positions; set trainable_position_size, such as 1024"
 
 
 def _entries(groups: Iterable[Mapping[str, Mapping]]) -> tuple[Entry, ...]:

@@ -6,13 +6,13 @@ values that work. A check ends at a key whose own value is wrong, so it may rely
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import Any
 
-from maxghost.config import pipeline, plugins
-from maxghost.config.families import FAMILIES
+from maxghost.config import families, pipeline, plugins
 from maxghost.config.values import WrongTypeError, divisors, from_python, limit_problems, shown
 
 DISTRIBUTED = re.compile(r"(\S+:[0-9]+),([0-9]+)/([0-9]+)")  # jax_distributed=HOST:PORT,K/N
@@ -80,23 +80,6 @@ def mlp_activations(v: Values) -> Iterator[str]:
   if len(v.mlp_activations) not in (1, 2):
     given = f"{v['mlp_activations']} has {len(v.mlp_activations)} names"
     yield f"{given}; use two, of the branches gate and up, such as [silu, linear], or one, such as [gelu]"
-
-
-def family(v: Values) -> Iterator[str]:
-  record = FAMILIES[v.decoder_block]
-  block, example = v["decoder_block"], f"model_name={record.example}"
-  for key, needed in record.needs.items():
-    if (value := getattr(v, key)) != needed:
-      own = next(other.name for other in FAMILIES.values() if not other.needs)
-      use = f"set it ({example} sets all of the family), or decoder_block={own} for a model of your own"
-      yield f"{block} has {key}={shown(needed)}, not {shown(value)}; {use}"
-  if record.routed and v.num_experts == 1:
-    yield f"{block} has experts, but num_experts=1; set it, or {example}"
-  if record.routed is False and v.num_experts > 1:
-    routed = next(other.name for other in FAMILIES.values() if other.routed)
-    yield f"{block} has no experts, but {v['num_experts']}; use decoder_block={routed}"
-  if record.learned_positions and v.trainable_position_size < 1:
-    yield f"{block} learns its positions; set trainable_position_size, such as 1024"
 
 
 def sizes(v: Values) -> Iterator[str]:
@@ -186,7 +169,6 @@ def segments(v: Values) -> Iterator[str]:
 
 def offloading(v: Values) -> Iterator[str]:
   given, rule, micro_batches = v["offload_to_host"], plugins.OPTIMIZERS[v.opt_type], v.gradient_accumulation_steps
-  yield from _gradient_on_host(v, given) if "val_gradient" in v.offload_to_host else ()
   if v.enable_diloco or v.ici_stage_parallelism * v.dcn_stage_parallelism != 1:
     return  # refused as a whole by `slices_apart` or `pipeline.check`: no advice on what else it would need
   if "carries" in v.offload_to_host and (v.ghost_schedule != "reverse_scan" or not v.segment_lengths):
@@ -209,15 +191,16 @@ def offloading(v: Values) -> Iterator[str]:
     yield f"{given} sends gradients to the host once per step; use gradient_accumulation_steps=1, not {micro_batches}"
 
 
-def _gradient_on_host(v: Values, given: str) -> Iterator[str]:
+def gradient_on_host(v: Values) -> Iterator[str]:
   asked = {  # that neither the training pass nor a later step needs the whole validation gradient
     "ghost_enabled": (v.ghost_enabled, "true"), "ghost_schedule": (v.ghost_schedule == "two_pass", "two_pass"),
     "ghost_direction": (v.ghost_direction == "sgd", "sgd"), "ghost_rank": (v.ghost_rank > 0, "32"),
     "ghost_curvature": (v.ghost_curvature == "none", "none"), "ghost_val_every": (v.ghost_val_every == 1, "1"),
     "ghost_select": (v.ghost_select == "none", "none"), "use_qk_clip": (not v.use_qk_clip, "false"),
   }  # fmt: skip
-  if wrong := {v[key]: f"{key}={use}" for key, (holds, use) in asked.items() if not holds}:
-    needs = f"{given}: the step needs val_gradient on the device with {', '.join(wrong)}"
+  wrong = {v[key]: f"{key}={use}" for key, (holds, use) in asked.items() if not holds}
+  if wrong and "val_gradient" in v.offload_to_host:
+    needs = f"{v['offload_to_host']}: the step needs val_gradient on the device with {', '.join(wrong)}"
     yield f"{needs}; use {' '.join(wrong.values())}, or leave it out"
 
 
@@ -414,10 +397,9 @@ def validation_sets(v: Values) -> Iterator[str]:
     yield f"{v['ghost_val_sets']} names '{name}' twice; give each set its own name"
   of_domains = not given or not all(plugins.is_files(text.partition("=")[2]) for text, _ in given)
   if v.ghost_enabled and of_domains and v.ghost_val_fraction in (0.0, 1.0):
-    given = v["ghost_val_fraction"]
     lacking = "validation documents to score against" if v.ghost_val_fraction == 0.0 else "documents of it to train on"
     without = "" if v.ghost_select != "none" or v.ghost_reweight else ", or ghost_enabled=false"  # which these need
-    yield f"{given} leaves no {lacking}, but ghost_enabled=true; use a share such as 0.25{without}"
+    yield f"{v['ghost_val_fraction']} leaves no {lacking}, but ghost_enabled=true; use a share such as 0.25{without}"
 
 
 def scoring(v: Values) -> Iterator[str]:
@@ -437,8 +419,11 @@ def scoring(v: Values) -> Iterator[str]:
     yield f"{v['ghost_direction']} means ghost_curvature=hessian; use ghost_direction=auto for ghost_curvature=secant"
   if curvature == "hessian" and v.ghost_val_every > 1:
     yield f"{v[key]} needs this step's curvature; use ghost_val_every=1, not {v.ghost_val_every}"
-  if curvature == "hessian" and v.quantization in ROUNDED:
-    yield f"{v[key]} takes second derivatives, which {v['quantization']} has not; use {key}={none}, or quantization=''"
+  streamed = v.ghost_enabled and v.lora_rank > 0 and "weights" in v.offload_to_host  # without adapters: `offloading`
+  twice = [(key, none)] * (curvature == "hessian") + [("ghost_select", "topk")] * (v.ghost_select == "greats")
+  once = [("quantization", "''")] * (v.quantization in ROUNDED) + [("offload_to_host", "[]")] * streamed
+  for (asks, use), (lacks, off) in itertools.product(twice, once):
+    yield f"{v[asks]} takes second derivatives, which {v[lacks]} has not; use {asks}={use}, or {lacks}={off}"
   own = loss.validated_by or v.objective
   own_losses = any((plugins.without_objective(text)[1] or own) != v.objective for text in v.ghost_val_sets or ("",))
   clips, drops = direction == "marginal" and v.gradient_clipping_threshold > 0, v.ghost_enabled and v.dropout_rate > 0
@@ -459,6 +444,7 @@ def scoring(v: Values) -> Iterator[str]:
     "tiles": (v.ghost_enabled and v.num_vocab_tiling > 1, "num_vocab_tiling", "1"),
     "clipping": (v.ghost_enabled and clips, "ghost_direction", "path"),
     "rounding": (v.ghost_enabled and v.quantization in ROUNDED, "quantization", "''"),
+    "streamed": (streamed, "offload_to_host", "[]"),
     "offload": (v.ghost_schedule == "reverse_scan" and v.offload_to_host, "offload_to_host", "[]"),  # and `offloading`
   }  # fmt: skip
   names = {name: f"ghost_schedule={name}" for name in plugins.RUN_SCHEDULES}
@@ -564,10 +550,10 @@ def slices_apart(v: Values) -> Iterator[str]:
 
 
 CHECKS: list[Callable[[Values], Iterator[str]]] = [
-  heads, rotary, qk_clip, mlp_activations, family, sizes, layer_cycle, experts, quantization, multi_token, segments,
-  offloading, mixture, processes, mesh_sizes, periods, plugins_together, objective_units, conversations, preferences,
-  rollouts, distillation, validation_sets, scoring, selection, reweighting, low_rank_adapters, given_model,
-  slices_apart, pipeline.check,
+  heads, rotary, qk_clip, mlp_activations, families.check, sizes, layer_cycle, experts, quantization, multi_token,
+  segments, gradient_on_host, offloading, mixture, processes, mesh_sizes, periods, plugins_together, objective_units,
+  conversations, preferences, rollouts, distillation, validation_sets, scoring, selection, reweighting,
+  low_rank_adapters, given_model, slices_apart, pipeline.check,
 ]  # fmt: skip
 
 
