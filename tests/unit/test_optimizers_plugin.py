@@ -350,6 +350,13 @@ class Through(optimizers.Response):
     return self.function(x)
 
 
+class Doubled(Mixer):
+  """A path that says twice what the batch changes in the step."""
+
+  def response(self, parameter, gradient, arrays, scalars):
+    return Mix(2 * (1 - self.b) * damping(arrays["inertia"]))
+
+
 class Untransposed(Mix):
   def transpose(self, x):
     return self.apply(x)
@@ -374,13 +381,25 @@ class Untransposed(Mix):
     ({"response": lambda *_: optimizers.Identity()}, "do not add up to the step of transformation for decoder/"),
     ({"column_arrays": lambda *_: {}}, "do not add up to the step of transformation for decoder/"),
     ({"column_scales": lambda *_: {"inertia": 0.1, "shrinkage": 0}}, "do not add up to the step of transformation for"),
+    (
+      {"column_scales": lambda self, rate, clip: {"inertia": clip * rate, "shrinkage": rate * self.decay}},
+      "do not add up to the step of transformation for decoder/",
+    ),
+    ({"path": lambda self: Doubled(self.b, self.decay)}, "do not add up to the step of transformation for decoder/"),
+    (
+      {"last_update": lambda self, value, arrays, state: arrays["inertia"]},
+      "opt_type=wrong: last_update is not the step of transformation for decoder/",
+    ),
+    ({"last_update": lambda *_: jnp.zeros(())}, "opt_type=wrong: last_update is not the step of transformation for"),
   ],
 )
 def test_what_a_rule_gives_in_another_form_is_named(changes, said):
-  """A column of another shape would be broadcast, and scores of another step than the optimizer's be wrong."""
+  """A column of another shape would be broadcast, and scores of another step than the optimizer's be wrong; also where
+  only a clipped step is another, the path that `ghost_direction=path` takes, or the update of the step before."""
   optimizers.register(type("Wrong", (Mixer,), {"name": "wrong", "direction": "wronged", **changes}))
   with pytest.raises(config.ConfigError, match=said):
-    run = Run(opt_type="wrong", base_num_decoder_layers=1, adam_weight_decay=1e-4)
+    direction = "path" if "path" in changes else "auto"
+    run = Run(opt_type="wrong", base_num_decoder_layers=1, adam_weight_decay=1e-4, ghost_direction=direction)
     jax.eval_shape(run.function, run.state, TRAIN[0], (VALIDATION,))
 
 
