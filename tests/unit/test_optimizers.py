@@ -6,9 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from maxghost import optimizers
+from maxghost import ghost, optimizers
 from maxghost.config.schema import OptimizerConfig
 
 PEAK, FINAL = 0.02, 0.005
@@ -162,3 +163,17 @@ def test_a_zero_gradient_is_not_divided_by():
   _, factor, clipped = optimizers.clip({"a": jnp.zeros(3)}, 1.0)
   assert float(factor) == 1
   assert (clipped["a"] == 0).all()
+
+
+def test_state_is_found_and_measured():
+  """Shapes, dtypes and bytes are those of the optax state; a state of another optimizer is refused."""
+  kernel = jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)
+  kept = optimizers.AdamW(mu_dtype="float32").state_shapes(kernel).values()
+  assert sum(x.size * x.dtype.itemsize for x in kept) == 15 * (4 + 2)
+  assert optimizers.Sgd().state_shapes(kernel) == {}
+  params = {"a": {"b": jnp.ones((2, 3))}}
+  state = optax.adamw(1e-3).init(params)
+  adam = ghost.AdamState.from_optax(state, clip_factor=0.5)
+  assert list(adam.second_moments) == ["a/b"] and int(adam.count) == 0 and adam.clip_factor == 0.5
+  with pytest.raises(ValueError, match=r"no .mu., which opt_type=adamw keeps"):
+    ghost.AdamState.from_optax(optax.sgd(1e-3).init(params))

@@ -429,20 +429,6 @@ def test_the_optimizer_of_the_docs_has_the_ledger_it_promises():
   assert tuple(columns) == rule.columns and float(predicted) == pytest.approx(-float(jnp.vdot(G, delta["w"])), rel=1e-6)
 
 
-def test_state_is_found_and_measured():
-  """Shapes, dtypes and bytes are those of the optax state; a state of another optimizer is refused."""
-  kernel = jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)
-  kept = optimizers.AdamW(mu_dtype="float32").state_shapes(kernel).values()
-  assert sum(x.size * x.dtype.itemsize for x in kept) == 15 * (4 + 2)
-  assert optimizers.Sgd().state_shapes(kernel) == {}
-  params = {"a": {"b": jnp.ones((2, 3))}}
-  state = optax.adamw(1e-3).init(params)
-  adam = ghost.AdamState.from_optax(state, clip_factor=0.5)
-  assert list(adam.second_moments) == ["a/b"] and int(adam.count) == 0 and adam.clip_factor == 0.5
-  with pytest.raises(ValueError, match=r"no .mu., which opt_type=adamw keeps"):
-    ghost.AdamState.from_optax(optax.sgd(1e-3).init(params))
-
-
 def test_the_count_is_that_of_the_state_and_not_of_skipped_steps():
   """optax.apply_if_finite skips a step whose gradient is not finite; nnx.Optimizer counts it, Adam does not."""
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
