@@ -391,6 +391,7 @@ class Untransposed(Mix):
       "opt_type=wrong: last_update is not the step of transformation for decoder/",
     ),
     ({"last_update": lambda *_: jnp.zeros(())}, "opt_type=wrong: last_update is not the step of transformation for"),
+    ({"last_update": lambda *_: None}, "opt_type=wrong: last_update is not the step of transformation for"),
   ],
 )
 def test_what_a_rule_gives_in_another_form_is_named(changes, said):

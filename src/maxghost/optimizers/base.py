@@ -250,9 +250,9 @@ class UpdateRule(abc.ABC):
     return dict.fromkeys(self.columns, learning_rate)
 
   def last_update(self, value, arrays: dict[str, Any], state: RuleState) -> Any:
-    """The update of the step before, which led to the parameter's value, [*lead, *parameter].
+    """The update of the step before, which led to the parameter's value, [*lead, *parameter]; by default unknown.
 
-    arrays: its optimizer state, which that step left behind; state: also count and last_rate. None: unknown.
+    arrays: its optimizer state, which that step left behind; state: also count and last_rate.
     """
     return None
 
