@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from maxghost import ghost, optimizers
+from maxghost.config import ConfigError
 from maxghost.config.schema import OptimizerConfig
 
 PEAK, FINAL = 0.02, 0.005
@@ -163,6 +165,20 @@ def test_a_zero_gradient_is_not_divided_by():
   _, factor, clipped = optimizers.clip({"a": jnp.zeros(3)}, 1.0)
   assert float(factor) == 1
   assert (clipped["a"] == 0).all()
+
+
+@pytest.mark.parametrize("rule", [optimizers.AdamW(0.7, 0.8), optimizers.Muon(0.7)])
+def test_built_in_rules_pass_the_check_of_an_own_one(rule):
+  """Also that of their `marginal`, in whose place `path` is refused. Muon finds its matrices by the paths of arrays."""
+  params = nnx.state(nnx.Linear(3, 5, rngs=nnx.Rngs(0), kernel_metadata={"matrix": (1, 1)}), nnx.Param)
+  parameters = {
+    "kernel": optimizers.Parameter("kernel", 1, 0, optimizers.Matrix(1, 1)),
+    "bias": optimizers.Parameter("bias"),
+  }
+  optimizers.check_account(rule, rule.path(), params, parameters, marginal=True)
+  wrong = type("Wrong", (type(rule),), {"name": "wrong", "marginal": type(rule).path})(0.7)
+  with pytest.raises(ConfigError, match="opt_type=wrong: the response of marginal is not the derivative of the step"):
+    optimizers.check_account(wrong, wrong.path(), params, parameters, marginal=True)
 
 
 def test_state_is_found_and_measured():

@@ -392,6 +392,10 @@ class Untransposed(Mix):
     ),
     ({"last_update": lambda *_: jnp.zeros(())}, "opt_type=wrong: last_update is not the step of transformation for"),
     ({"last_update": lambda *_: None}, "opt_type=wrong: last_update is not the step of transformation for"),
+    (
+      {"path": lambda self: self, "marginal": lambda self: Doubled(self.b, self.decay)},
+      "opt_type=wrong: the response of marginal is not the derivative of the step of transformation for decoder/",
+    ),
   ],
 )
 def test_what_a_rule_gives_in_another_form_is_named(changes, said):
@@ -399,7 +403,7 @@ def test_what_a_rule_gives_in_another_form_is_named(changes, said):
   only a clipped step is another, the path that `ghost_direction=path` takes, or the update of the step before."""
   optimizers.register(type("Wrong", (Mixer,), {"name": "wrong", "direction": "wronged", **changes}))
   with pytest.raises(config.ConfigError, match=said):
-    direction = "path" if "path" in changes else "auto"
+    direction = next((name for name in ("marginal", "path") if name in changes), "auto")
     run = Run(opt_type="wrong", base_num_decoder_layers=1, adam_weight_decay=1e-4, ghost_direction=direction)
     jax.eval_shape(run.function, run.state, TRAIN[0], (VALIDATION,))
 

@@ -48,7 +48,8 @@ def make_train_step(cfg: Config, graphdef, state, batch, *, num_segments: int, n
     scorer = make(cfg, model, batch, num_sets=num_sets, num_segments=num_segments)
     if plugins.OPTIMIZERS[cfg.optimizer.opt_type].is_own:
       trained = nnx.state(model, nnx.merge(graphdef, state).optimizer.wrt)
-      optimizers.check_account(optimizers.create(cfg.optimizer), trained, scorer.twin.parameters, scorer.rule)
+      rules = optimizers.create(cfg.optimizer), scorer.rule
+      optimizers.check_account(*rules, trained, scorer.twin.parameters, cfg.ghost.direction == "marginal")
 
   def step(state, batch, val_batches):
     train_state = nnx.merge(graphdef, state)
