@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from maxghost import ghost, optimizers
-from maxghost.config import ConfigError
+from maxghost.config import ConfigError, plugins
 from maxghost.config.schema import OptimizerConfig
 
 PEAK, FINAL = 0.02, 0.005
@@ -167,18 +167,74 @@ def test_a_zero_gradient_is_not_divided_by():
   assert (clipped["a"] == 0).all()
 
 
+PARAMETERS = {
+  "kernel": optimizers.Parameter("kernel", 1, 0, optimizers.Matrix(1, 1)),
+  "bias": optimizers.Parameter("bias"),
+}
+
+
+def check(rule, marginal=False):
+  params = nnx.state(nnx.Linear(3, 5, rngs=nnx.Rngs(0), kernel_metadata={"matrix": (1, 1)}), nnx.Param)
+  optimizers.check_account(rule, rule.path() if marginal else rule, params, PARAMETERS, marginal)
+
+
 @pytest.mark.parametrize("rule", [optimizers.AdamW(0.7, 0.8), optimizers.Muon(0.7)])
 def test_built_in_rules_pass_the_check_of_an_own_one(rule):
   """Also that of their `marginal`, in whose place `path` is refused. Muon finds its matrices by the paths of arrays."""
-  params = nnx.state(nnx.Linear(3, 5, rngs=nnx.Rngs(0), kernel_metadata={"matrix": (1, 1)}), nnx.Param)
-  parameters = {
-    "kernel": optimizers.Parameter("kernel", 1, 0, optimizers.Matrix(1, 1)),
-    "bias": optimizers.Parameter("bias"),
-  }
-  optimizers.check_account(rule, rule.path(), params, parameters, marginal=True)
+  check(rule, marginal=True)
   wrong = type("Wrong", (type(rule),), {"name": "wrong", "marginal": type(rule).path})(0.7)
   with pytest.raises(ConfigError, match="opt_type=wrong: the response of marginal is not the derivative of the step"):
-    optimizers.check_account(wrong, wrong.path(), params, parameters, marginal=True)
+    check(wrong, marginal=True)
+
+
+class Twice(optimizers.Sgd):
+  """The parent's step, twice."""
+
+  name = "twice"
+  direction = "twiced"
+  elementwise = True
+
+  def transformation(self, learning_rate):
+    return optax.chain(optax.scale(2.0), super().transformation(learning_rate))
+
+  def response(self, parameter, gradient, arrays, scalars):
+    return optimizers.Elementwise(jnp.full_like(gradient, 2.0))
+
+
+class Reversed(Twice):
+  """Also along the last axis in reverse."""
+
+  identity = False
+
+  def transformation(self, learning_rate):
+    turn = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g[..., ::-1], grads))
+    return optax.chain(turn, super().transformation(learning_rate))
+
+  def response(self, parameter, gradient, arrays, scalars):
+    return Turned()
+
+
+class Turned(optimizers.Response):
+  def apply(self, x):
+    return 2 * x[..., ::-1]
+
+
+def test_what_a_rule_inherits_must_be_true_of_it(monkeypatch):
+  """A class that extends a built-in rule would train or score as its parent does, without a word."""
+  optimizers.register(Twice)
+  try:
+    with pytest.raises(ConfigError, match="opt_type=twice: from_config gives a Sgd, not a Twice"):
+      optimizers.create(OptimizerConfig(opt_type="twice"))
+  finally:
+    del plugins.OPTIMIZERS["twice"]
+  with pytest.raises(ConfigError, match=r"identity=True, but Elementwise.apply is not; set identity = False"):
+    check(Twice())
+  with pytest.raises(ConfigError, match=r"elementwise=True, but Turned.apply is not; set elementwise = False"):
+    check(Reversed())
+  monkeypatch.setattr(Twice, "identity", False)
+  monkeypatch.setattr(Reversed, "elementwise", False)
+  check(Twice())
+  check(Reversed())
 
 
 def test_state_is_found_and_measured():

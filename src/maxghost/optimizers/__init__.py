@@ -35,10 +35,12 @@ def register(rule: type[UpdateRule]) -> type[UpdateRule]:
 
 
 def create(cfg: OptimizerConfig) -> UpdateRule:
-  """The configured rule. Raises ConfigError if `from_config` gives something else."""
-  if isinstance(rule := plugins.OPTIMIZERS[cfg.opt_type].load().from_config(cfg), UpdateRule):
+  """The configured rule. Raises ConfigError if `from_config` gives something else, such as the parent of its class."""
+  kind = plugins.OPTIMIZERS[cfg.opt_type].load()
+  if isinstance(rule := kind.from_config(cfg), kind):
     return rule
-  raise ConfigError(f"opt_type={cfg.opt_type}: from_config gives a {type(rule).__name__}, not an UpdateRule")
+  wanted = f"a {kind.__name__}" if isinstance(rule, UpdateRule) else "an UpdateRule"
+  raise ConfigError(f"opt_type={cfg.opt_type}: from_config gives a {type(rule).__name__}, not {wanted}")
 
 
 def direction_rule(cfg: OptimizerConfig, direction: str) -> UpdateRule:

@@ -58,12 +58,8 @@ def _check_step(rule, ledger, credit, values, before, gradients, parameters, cli
     parameter, g, arrays = parameters[label], gradient_of[label], kept.of(label)
     rules, x = [one for one in (ledger, credit) if one], by_label(before)[label]
     responses: Any = [one.response(parameter, g, arrays, one.scalars(kept.count, clip_factor)) for one in rules]
-    for one in responses:
-      if not issubclass(type(one), Response):
-        raise ConfigError(f"opt_type={rule.name}: response gives a {type(one).__name__}, not a Response")
-      apart = abs(jnp.vdot(one.transpose(x), g) - jnp.vdot(x, moved_g := one.apply(g)))
-      if not apart <= _TOLERANCE * norm(x) * norm(moved_g) / math.sqrt(g.size):  # of a random product's usual size
-        raise ConfigError(f"opt_type={rule.name}: {type(one).__name__}.transpose is not that of its apply")
+    for one, response in zip(rules, responses, strict=True):
+      _check_response(one, response, x, g)
     response = responses[0]
     columns = ledger.column_arrays(parameter, value_of[label], g, arrays, response)
     if not issubclass(type(columns), Mapping):
@@ -84,3 +80,17 @@ def _check_step(rule, ledger, credit, values, before, gradients, parameters, cli
     tells, fits = type(ledger).last_update is not UpdateRule.last_update, last.shape == g.shape
     if tells and not (fits and norm(last - delta) <= _TOLERANCE * norm(delta)):
       raise ConfigError(f"opt_type={rule.name}: last_update is not the step of transformation for {label}")
+
+
+def _check_response(rule: UpdateRule, response: Any, x, g) -> None:
+  """Checks the `transpose` of a response, and what its rule says of it. x, g: random arrays."""
+  kind = type(response)
+  if not issubclass(kind, Response):
+    raise ConfigError(f"opt_type={rule.name}: response gives a {kind.__name__}, not a Response")
+  moved_g, odd = response.apply(g), x > 0
+  apart = abs(jnp.vdot(response.transpose(x), g) - jnp.vdot(x, moved_g))
+  if not apart <= _TOLERANCE * norm(x) * norm(moved_g) / math.sqrt(g.size):  # of a random product's usual size
+    raise ConfigError(f"opt_type={rule.name}: {kind.__name__}.transpose is not that of its apply")
+  for flag, told in (("identity", g), ("elementwise", response.apply(odd * g) + ~odd * moved_g)):
+    if getattr(rule, flag) and not norm(told - moved_g) <= _TOLERANCE * norm(moved_g):
+      raise ConfigError(f"opt_type={rule.name}: {flag}=True, but {kind.__name__}.apply is not; set {flag} = False")
