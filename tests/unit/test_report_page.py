@@ -78,6 +78,13 @@ def test_a_log_counts_the_steps_that_were_taken(tmp_path):
   assert "steps 0 to 1," in repr(attribution.load(write_log(tmp_path / "untold", untold)))
 
 
+def test_a_curve_of_contributions_ends_at_the_last_step_that_was_taken(run_dir):
+  """The measurement behind the last step is none: the contributions of step 29 were drawn at "step 30"."""
+  page = html.unescape(render(summarize(attribution.load(run_dir))))
+  for chart in ("Cumulative contribution of each domain", "Value of a domain over time"):
+    assert re.findall(r"step (\d+)", page.split(f"<h3>{chart}")[1].split("</svg>")[0])[-1] == "29", chart
+
+
 def test_facts_of_the_run_have_the_separator_of_other_numbers(tmp_path):
   run_dir = make_run(tmp_path / "run", "dataset_type=synthetic", "ghost_val_sets=words", val_sets=("words",), steps=4)
   (run_dir / "run_facts.json").write_text('{"parameters": "3,280,640", "versions": "a 0.2.0, b 1"}')

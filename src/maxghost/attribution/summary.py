@@ -192,7 +192,6 @@ def summarize(log: ScoreLog, num_documents: int = 20, source: Source | None = No
     raise ConfigError(f"run_dir={log.run_dir} holds {counted(len(steps), 'step')} but no scored document yet")
   scored = aggregate.scored_steps(log)
   edges = aggregate.step_edges(scored, CURVE_BINS)
-  edges[-1] = steps["step"][-1] + 1  # curves reach to the last measurement
   time = TimeSums(log, edges)
   documents = aggregate.GroupSums(log, "document")
   left_out = aggregate.scan(log, [time, documents])

@@ -62,7 +62,7 @@ def _charts(summary: Summary, part: SetSummary, colors: dict[str, int]) -> list[
     curves = (("predicted", ledger.predicted_S, FIRST_CURVE), ("measured", ledger.actual_S, SECOND_CURVE))
     drops = [Line(name, ledger.steps[picked], np.cumsum(drop)[picked], color) for name, drop, color in curves]
   cumulative, value = _domain_lines(part, colors)
-  steps = (int(part.time.edges[0]), int(part.time.edges[-1]) - 1)
+  steps = (int(part.time.edges[0]), int(part.time.edges[-1]))  # to the measurement behind the last one
   rewards = [Line("reward", reward.steps, reward.values, FIRST_CURVE)]
   return [
     *([line_chart("Mean reward of the answers", rewards, steps, "reward", zero=True)] if len(reward) else []),
