@@ -70,6 +70,7 @@ def start(cfg: ParallelConfig) -> None:
     told = any(os.environ.get(name, "1") != "1" for name in TOLD)
     if told or given or cfg.jax_distributed == "on" or not isinstance(error, ValueError):  # else JAX has found no job
       where = f"{given.get('coordinator_address', 'the address that JAX detected')} within {timeout} s"
+      where = where if given or not isinstance(error, ValueError) else "any address, as JAX does not find what it needs"
       said = f"the processes of the run did not all meet at {where} ({type(error).__name__}: {first_line(error)})"
       ways = "give jax_distributed=HOST:PORT,K/N to process K of N, the same address and N to all, or off to one alone"
       raise ConfigError(f"jax_distributed: {said}; {ways}") from error
