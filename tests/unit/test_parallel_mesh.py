@@ -290,7 +290,7 @@ def test_processes_that_cannot_meet_are_refused(keys, message, monkeypatch):
     ("WORLD_SIZE=2", ValueError("coordinator_address should be defined."), False),  # torchrun, Open MPI 5
     ("WORLD_SIZE=1", ValueError("coordinator_address should be defined."), True),
     ("KUBERNETES_SERVICE_HOST=10.0.0.1", ValueError("coordinator_address should be defined."), True),
-    ("KUBERNETES_SERVICE_HOST=10.0.0.1", LookupError("Service token file does not exist."), False),  # as its package's own
+    ("KUBERNETES_SERVICE_HOST=10.0.0.1", LookupError("Service token file does not exist."), False),  # of its package
   ],
 )
 def test_processes_that_jax_does_not_find(setting, problem, alone, monkeypatch):
