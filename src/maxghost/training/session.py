@@ -197,7 +197,8 @@ class Session:
     if given := cfg.checkpoint.load_parameters_path:
       say(f"Starting from the parameters of {given}")
     if given := cfg.adapter.lora_restore_path:
-      say(f"Starting from the adapters of {given}")
+      base = "" if cfg.checkpoint.given else ", on new random weights, because load_parameters_path is empty"
+      say(f"Starting from the adapters of {given}{base}")
     first = 0
     if path := cfg.checkpoint.load_full_state_path:
       first = int(state.to_tree(train_state)["optimizer"]["step"])
