@@ -107,7 +107,7 @@ def checkpoints(run):
 
 
 def flip_bits(folder):
-  """Damage that no file size tells. Several bits: about one byte in 150 of the largest file is in no array."""
+  """Damage that no file size tells. Several bits, as a single one may lie in no array."""
   files = [os.path.join(root, name) for root, _, names in os.walk(folder / "items") for name in names]
   path = max(files, key=os.path.getsize)
   size = os.path.getsize(path)

@@ -60,14 +60,13 @@ def _check_step(rule, ledger, credit, values, before, gradients, parameters, cli
     responses: Any = [one.response(parameter, g, arrays, one.scalars(kept.count, clip_factor)) for one in rules]
     for one, response in zip(rules, responses, strict=True):
       _check_response(one, response, x, g)
-    response = responses[0]
-    columns = ledger.column_arrays(parameter, value_of[label], g, arrays, response)
+    columns = ledger.column_arrays(parameter, value_of[label], g, arrays, responses[0])
     if not issubclass(type(columns), Mapping):
       raise ConfigError(f"opt_type={rule.name}: column_arrays gives a {type(columns).__name__}, not a dict")
     if wrong := [name for name, x in columns.items() if name not in scales or jnp.shape(x) != g.shape]:
       given = f"'{wrong[0]}' of shape {jnp.shape(columns[wrong[0]])} for {label}, not {(*scales,)} of shape {g.shape}"
       raise ConfigError(f"opt_type={rule.name}: column_arrays gives {given}")
-    told = _RATE * clip_factor * response.whole(g) + sum(scales[name] * x for name, x in columns.items())
+    told = _RATE * clip_factor * responses[0].whole(g) + sum(scales[name] * x for name, x in columns.items())
     if not norm(told + delta) <= _TOLERANCE * norm(delta):
       problem = f"response and column_arrays do not add up to the step of transformation for {label}"
       raise ConfigError(f"opt_type={rule.name}: {problem}, so scores would be of another optimizer")
@@ -91,6 +90,7 @@ def _check_response(rule: UpdateRule, response: Any, x, g) -> None:
   apart = abs(jnp.vdot(response.transpose(x), g) - jnp.vdot(x, moved_g))
   if not apart <= _TOLERANCE * norm(x) * norm(moved_g) / math.sqrt(g.size):  # of a random product's usual size
     raise ConfigError(f"opt_type={rule.name}: {kind.__name__}.transpose is not that of its apply")
-  for flag, told in (("identity", g), ("elementwise", response.apply(odd * g) + ~odd * moved_g)):
-    if getattr(rule, flag) and not norm(told - moved_g) <= _TOLERANCE * norm(moved_g):
+  told = response.apply(odd * g) + ~odd * moved_g if rule.elementwise else moved_g
+  for flag, told_g in (("identity", g), ("elementwise", told)):
+    if getattr(rule, flag) and not norm(told_g - moved_g) <= _TOLERANCE * norm(moved_g):
       raise ConfigError(f"opt_type={rule.name}: {flag}=True, but {kind.__name__}.apply is not; set {flag} = False")
