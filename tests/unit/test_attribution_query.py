@@ -356,6 +356,14 @@ def test_a_closed_output_is_no_failure(command, run_dir, tmp_path):
   process.stderr.close()
 
 
+def test_a_pipe_as_output_is_written_into_and_not_replaced(tmp_path):
+  os.mkfifo(pipe := tmp_path / "pipe")
+  reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+  output.write_output(pipe, "said")
+  assert (os.read(reader, 9), pipe.is_fifo()) == (b"said", True)
+  os.close(reader)
+
+
 def test_formats_agree(run_dir, tmp_path, capsys):
   def output(*arguments):
     assert scores.main([str(run_dir), "--by", "document", "--top", "5", *arguments]) == 0

@@ -32,9 +32,13 @@ def write_whole(path: str | os.PathLike, durable: bool = True) -> Iterator[Binar
   """Yields a binary file, open for writing and reading, that becomes `path` at the end of the `with` block.
 
   A reader sees the old file or all of the new one, with `durable` also after a power cut. Nothing is left where the
-  block raises. Raises OSError.
+  block raises. A pipe or a device, such as /dev/stdout, is written into, not replaced. Raises OSError.
   """
   path = Path(path)
+  if path.exists() and not path.is_dir() and (not path.is_file() or path.absolute().parent == Path("/dev")):
+    with naming("", path), open(path, "wb") as file:
+      yield file
+    return
   temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
   try:
     with naming("", path), open(temporary, "w+b") as file:
