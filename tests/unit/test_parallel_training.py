@@ -1,12 +1,14 @@
 """The train step on meshes of eight virtual devices: the losses, gradients and scores of one device, and what moves."""
 
 import collections
+import types
 
 import meshes
 import pytest
 import tiny
 from meshes import MESHES
 
+from maxghost.parallel import shardings
 from maxghost.training import aot
 from maxghost.training.plan import Plan
 
@@ -117,3 +119,10 @@ def test_scores_move_weights_and_directions_once_more_and_no_row():
 def test_a_plain_step_on_fsdp_is_that_of_one_device():
   changes = {"ghost_enabled": False}
   meshes.assert_same(meshes.run(MESHES["fsdp 8"], **changes), meshes.run({}, **changes))
+
+
+def test_only_several_devices_of_one_process_need_programs_in_order():
+  """With one in each process the order ends the processes; that is seen by the launchers' tests alone, which are slow."""
+  own, other = (types.SimpleNamespace(platform="cpu", process_index=index) for index in (0, 1))
+  assert shardings.in_order([own, other]) == {}
+  assert shardings.in_order([own, own, other]) == shardings.IN_ORDER

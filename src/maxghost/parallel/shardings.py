@@ -27,8 +27,9 @@ from maxghost.parallel.stages import Stages
 
 AXES = "axes"  # metadata of a Variable: its logical axes
 HOST = "pinned_host"
-# An option for programs of several CPU devices. Collectives hold a thread until all their devices have come: of several
-# that XLA's default order starts at once, some wait forever.
+# An option for programs of several CPU devices of a process. Collectives hold a thread until all their devices have
+# come: of several that XLA's default order starts at once, some wait forever. With one device in each of several
+# processes, this order lets collectives of two loops meet instead, and gloo ends the processes.
 IN_ORDER: dict[str, Any] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 _current: contextvars.ContextVar = contextvars.ContextVar("maxghost_layout", default=None)
@@ -199,9 +200,14 @@ tracing_for = functools.partial(setting, _target)
 
 
 def ordered_collectives(arrays: Iterable[Any]) -> dict[str, Any]:
-  """XLA's option for a program whose arguments are `arrays`: `IN_ORDER`, if they lie on several CPU devices."""
-  devices = {device for x in arrays if isinstance(x, jax.Array) for device in x.devices()}
-  return IN_ORDER if len(devices) > 1 and next(iter(devices)).platform == "cpu" else {}
+  """XLA's option for a program whose arguments are `arrays`: as `in_order`."""
+  return in_order({device for x in arrays if isinstance(x, jax.Array) for device in x.devices()})
+
+
+def in_order(devices: Iterable[Any]) -> dict[str, Any]:
+  """`IN_ORDER` for a program of these devices, if several of them are CPU devices of this process."""
+  own = [device for device in devices if device.platform == "cpu" and device.process_index == jax.process_index()]
+  return IN_ORDER if len(own) > 1 else {}
 
 
 def platform() -> str:

@@ -9,7 +9,7 @@ from maxghost.config.pipeline import rows_problem
 from maxghost.objectives import create
 from maxghost.parallel import distributed, heap
 from maxghost.parallel.axis_rules import unused_axes
-from maxghost.parallel.shardings import IN_ORDER, Layout, current
+from maxghost.parallel.shardings import Layout, current, in_order
 from maxghost.training import host_memory
 
 
@@ -34,7 +34,7 @@ def compiler_options(layout: Layout | None = None) -> dict[str, Any]:
   if (layout.platform if layout else jax.default_backend()) != "cpu":
     return {}
   level = {} if jax.config.read("jax_disable_most_optimizations") else {"xla_backend_optimization_level": 1}
-  return level | (IN_ORDER if layout and layout.num_devices > 1 else {})
+  return level | (in_order(layout.mesh.devices.flat) if layout else {})
 
 
 def open_layout(cfg: Config) -> Layout:

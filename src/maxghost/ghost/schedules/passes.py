@@ -16,10 +16,9 @@ from flax import nnx
 from maxghost.config import ConfigError
 from maxghost.ghost.attach import Twin
 from maxghost.ghost.schedules.base import Losses, Model, Problem, Scored, Secant, TrainPass, Validation, of_each_set
-from maxghost.models import autodiff, pipeline
+from maxghost.models import pipeline
 from maxghost.objectives import as_objective
 from maxghost.optimizers import by_label
-from maxghost.parallel import distributed, shardings
 from maxghost.parallel.shardings import constrain_state, map_state, slash_path
 
 
@@ -48,24 +47,10 @@ def like(state: nnx.State, labelled: dict) -> nnx.State:
   return map_state(state, lambda path, v: labelled[slash_path(path)].astype(v.get_value().dtype))
 
 
-def in_turn(tree, read):
-  """The tree, whose arrays are not available before those of `read` where passes must not run at the same time.
-
-  XLA runs independent loops of one program at once on a CPU. With one device in each of several processes, a collective
-  in one loop can then meet that of another loop in another process, which ends both (gloo).
-  """
-  if not read or shardings.platform() != "cpu" or distributed.count() == 1 or jax.local_device_count() > 1:
-    return tree
-  arrays, others = autodiff.separate(tree, lambda x: isinstance(x, jax.Array))
-  return autodiff.join(autodiff.after(arrays, read), others)
-
-
 def validation_losses(model: nnx.Module, loss_fn: Losses, batches: tuple):
   """[K]: the mean loss of each validation batch."""
-  means: list = []
-  for loss, batch in zip(of_each_set(loss_fn, batches), batches, strict=True):
-    means.append(validation_mean(*loss(model, in_turn(batch, means))))
-  return jnp.stack(means)
+  pairs = zip(of_each_set(loss_fn, batches), batches, strict=True)
+  return jnp.stack([validation_mean(*loss(model, batch)) for loss, batch in pairs])
 
 
 def validation_gradients(model: Model, loss_fn: Losses, batches: tuple):

@@ -19,7 +19,6 @@ def run(problem: Problem) -> Scored:
   twin, model, batch = problem.twin, problem.model, problem.batch
   assert twin is not None
   found, early, num_micro, suited = passes.validation(problem), twin.spec.early, problem.settings.num_micro, {}
-  model, batch = passes.in_turn((model, batch), found.gradients)
   if early:
     first = passes.accumulated(model, problem.loss, batch, num_micro)
     labelled, directions, suited = passes.whole_directions(problem, found.gradients, first.grads)
@@ -30,7 +29,6 @@ def run(problem: Problem) -> Scored:
   if problem.settings.in_turn:
     # Otherwise activations of the training pass may exist at the same time as those of the validation pass.
     parts, batch = jax.lax.optimization_barrier((twin.placed(parts), batch))
-  model, batch = passes.in_turn((model, batch), parts)
   directions = twin.direction_state(parts)
   if problem.settings.gradients_on_host:
     # XLA would finish the copies, and compute what is read only after the training pass, as late as it can.
