@@ -122,7 +122,7 @@ def test_a_plain_step_on_fsdp_is_that_of_one_device():
 
 
 def test_only_several_devices_of_one_process_need_programs_in_order():
-  """With one in each process the order ends the processes; that is seen by the launchers' tests alone, which are slow."""
+  """With one in each process the order ends the processes, which only the launchers' tests see; they are slow."""
   own, other = (types.SimpleNamespace(platform="cpu", process_index=index) for index in (0, 1))
   assert shardings.in_order([own, other]) == {}
   assert shardings.in_order([own, own, other]) == shardings.IN_ORDER
