@@ -374,8 +374,28 @@ def test_an_objective_whose_units_read_each_other_is_refused(read, monkeypatch, 
 def test_losses_that_are_not_numbers_where_all_rows_are_alike_are_refused():
   """As of losses divided by their deviation over the batch. Losses that were none before are the step's to report."""
   with pytest.raises(ConfigError, match="losses of a row change with other rows, by nan of 2"):
-    own_objective.refuse_coupled(config.load(), math.nan, 2.0)
-  own_objective.refuse_coupled(config.load(), math.nan, math.nan)
+    own_objective.refuse_coupled(config.load(), math.nan, 0.0, 2.0)
+  own_objective.refuse_coupled(config.load(), math.nan, math.nan, math.nan)
+
+
+@pytest.mark.parametrize(("axis", "others"), [(None, ""), (1, "segments of its row"), (0, "rows")])
+def test_losses_that_read_other_segments_of_their_row_are_refused(axis, others, monkeypatch):
+  """As where a head that looks two tokens ahead forgets the ends of documents."""
+
+  class Ahead(LanguageModelLoss):
+    name = NAME
+
+    def measured_head(self, model, x, batch):
+      losses_BT, weights_BT, metrics = super().measured_head(model, x, batch)
+      return losses_BT if axis is None else losses_BT + 0.05 * jnp.roll(losses_BT, -1, axis), weights_BT, metrics
+
+  monkeypatch.setitem(plugins.OBJECTIVES, NAME, plugins.Objective.of(Ahead))
+  run = Run(objective=NAME)
+  found = jax.jit(own_objective.make_comparison(run.cfg, run.graphdef, len(TRAIN[0]["inputs"])))(run.state, TRAIN[0])
+  if axis is None:
+    return own_objective.refuse_coupled(run.cfg, *found)
+  with pytest.raises(ConfigError, match=f"change with other {others}, by"):
+    own_objective.refuse_coupled(run.cfg, *found)
 
 
 def test_slices_that_train_apart_have_an_objectives_maxima_and_are_all_checked(monkeypatch):

@@ -1,4 +1,4 @@
-"""Checks the user's own objective before the first step: scores would be wrong if its rows read each other.
+"""Checks the user's own objective before the first step: scores would be wrong if its units read each other.
 
 B rows, T positions, C comparisons.
 """
@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from maxghost.config import Config, ConfigError
-from maxghost.objectives import create
+from maxghost.objectives import Objective, create
 from maxghost.parallel.shardings import constrain
 from maxghost.training.state import referenced
 
@@ -17,13 +17,15 @@ TOLERANCE = 1e-3  # of the largest loss; a bfloat16 model has four roundings
 
 
 def make_comparison(cfg: Config, graphdef, num_rows: int):
-  """`compare(state, batch) -> (largest change, largest loss)` of the losses of the batch's first `num_rows` rows.
+  """`compare(state, batch) -> (largest change, that within rows, largest loss)` of the losses of `num_rows` rows.
 
   In each comparison one half of the units stay, and all others become copies of the first that stays. Any two units are
-  in different halves at least once, in both ways.
+  in different halves at least once, in both ways. Within rows every other segment stays, where each is a unit: the
+  tokens of the others change places.
   """
   objective = create(cfg).evaluation()
   row_B, size = np.arange(num_rows), objective.rows_per_unit
+  by_segment = size == 1 and type(objective).prepare is Objective.prepare  # another may name other units
   unit_B = row_B // size
   places = range(int(unit_B[-1]).bit_length())
   stays_CB = np.array([unit_B >> place & 1 == one for place in places for one in (0, 1)]).reshape(-1, num_rows)
@@ -40,16 +42,28 @@ def make_comparison(cfg: Config, graphdef, num_rows: int):
       moved_BT = losses_of(jax.tree.map(lambda x: x[index_B], rows)) - before_BT
       return jnp.abs(jnp.where(stays_B[:, None], moved_BT, 0)).max()
 
+    def change_within_rows(parity):
+      stays_BT = jnp.all(jnp.stack([(slot_BT == 0) | (slot_BT % 2 == parity) for slot_BT in objective.units(rows)]), 0)
+      order_BT, count_BT = jnp.argsort(stays_BT, axis=1), jnp.cumsum(~stays_BT, 1)  # the others first
+      other_BT = jnp.take_along_axis(order_BT, count_BT[:, -1:] - count_BT, 1)  # from the last to the first
+      from_BT = jnp.where(stays_BT, jnp.arange(stays_BT.shape[1]), other_BT)
+      moved = {name: x[row_B[:, None], from_BT] for name, x in rows.items() if x.shape[:2] == stays_BT.shape}
+      moved = {name: x for name, x in moved.items() if not name.endswith(("_position", "_segmentation"))}
+      return jnp.abs(jnp.where(stays_BT, losses_of(rows | moved) - before_BT, 0)).max()
+
     rows = jax.tree.map(lambda x: x[:num_rows], batch)
     before_BT = losses_of(rows)
     changes_C = jax.lax.map(change, jnp.asarray(stays_CB))
-    return constrain(changes_C.max(initial=0), ()), constrain(jnp.abs(before_BT).max(), ())
+    within = jax.lax.map(change_within_rows, jnp.arange(2)).max() if by_segment else jnp.zeros(())
+    return tuple(constrain(x, ()) for x in (changes_C.max(initial=0), within, jnp.abs(before_BT).max()))
 
   return compare_rows
 
 
-def refuse_coupled(cfg: Config, change: float, loss: float) -> None:
-  """Raises ConfigError if a unit's losses change with the rows of others."""
-  if np.isfinite(loss) and not change <= max(TOLERANCE, 4 * float(jnp.finfo(cfg.model.dtype).eps)) * loss:  # or NaN
-    said = f"objective={cfg.optimizer.objective}: losses of a row change with other rows, by {change:.3g} of {loss:.3g}"
-    raise ConfigError(f"{said}, so scores would be wrong: compute the losses of a unit from its own rows alone")
+def refuse_coupled(cfg: Config, change: float, within: float, loss: float) -> None:
+  """Raises ConfigError if a unit's losses change with others: by `change` with rows, by `within` with segments."""
+  limit = max(TOLERANCE, 4 * float(jnp.finfo(cfg.model.dtype).eps)) * loss
+  for by, whose, others in ((change, "row", "rows"), (within, "segment", "segments of its row")):
+    if np.isfinite(loss) and not by <= limit:  # or NaN
+      said = f"objective={cfg.optimizer.objective}: losses of a {whose} change with other {others}, by {by:.3g} of"
+      raise ConfigError(f"{said} {loss:.3g}, so scores would be wrong: compute the losses of a unit from its own alone")
