@@ -20,8 +20,8 @@ def make_comparison(cfg: Config, graphdef, num_rows: int):
   """`compare(state, batch) -> (largest change, that within rows, largest loss)` of the losses of `num_rows` rows.
 
   In each comparison one half of the units stay, and all others become copies of the first that stays. Any two units are
-  in different halves at least once, in both ways. Within rows every other segment stays, where each is a unit: the
-  tokens of the others change places.
+  in different halves at least once, in both ways. Within rows, where each segment is a unit, every other one stays,
+  and all tokens of the others become the first of them.
   """
   objective = create(cfg).evaluation()
   row_B, size = np.arange(num_rows), objective.rows_per_unit
@@ -44,9 +44,7 @@ def make_comparison(cfg: Config, graphdef, num_rows: int):
 
     def change_within_rows(parity):
       stays_BT = jnp.all(jnp.stack([(slot_BT == 0) | (slot_BT % 2 == parity) for slot_BT in objective.units(rows)]), 0)
-      order_BT, count_BT = jnp.argsort(stays_BT, axis=1), jnp.cumsum(~stays_BT, 1)  # the others first
-      other_BT = jnp.take_along_axis(order_BT, count_BT[:, -1:] - count_BT, 1)  # from the last to the first
-      from_BT = jnp.where(stays_BT, jnp.arange(stays_BT.shape[1]), other_BT)
+      from_BT = jnp.where(stays_BT, jnp.arange(stays_BT.shape[1]), jnp.argmin(stays_BT, 1)[:, None])
       moved = {name: x[row_B[:, None], from_BT] for name, x in rows.items() if x.shape[:2] == stays_BT.shape}
       moved = {name: x for name, x in moved.items() if not name.endswith(("_position", "_segmentation"))}
       return jnp.abs(jnp.where(stays_BT, losses_of(rows | moved) - before_BT, 0)).max()
