@@ -24,6 +24,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
   args = parser.parse(argv, documents=0, port=0)
   parser.read_together(args, {"watch": ("output",)}, watch=("port",))
+  if args.run_dir.name == "ghost" and (args.run_dir.parent / "config.yml").is_file():
+    args.run_dir = args.run_dir.parent  # texts and losses lie beside the score log
   return args
 
 

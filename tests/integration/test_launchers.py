@@ -62,7 +62,7 @@ def environment():
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory, environment):
-  needs("slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+  needs("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
   folder = tmp_path_factory.mktemp("slurm")
   own = {"host": socket.gethostname(), "user": Path.home().owner(), "folder": folder}
   (folder / "slurm.conf").write_text(CONF.format(ports=[free_port() for _ in range(3)], **own))
@@ -93,18 +93,18 @@ def metrics(run: Path) -> list[tuple[int, float]]:
   return [(record["step"], record["learning/loss"]) for record in records]
 
 
+def submit(environment: dict, run: Path, *more: str, options: tuple[str, ...] = ()) -> tuple[str, Path]:
+  """(number of a job of the script, the file of what it says)."""
+  said = run.with_suffix(".log")
+  command = ["sbatch", "--parsable", *options, f"--chdir={SCRIPT.parents[2]}", f"--output={said}", str(SCRIPT)]
+  arguments = [*command, *keys(run, *more)]
+  return subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True).stdout.strip(), said
+
+
 def test_the_script_trains_saves_when_it_is_preempted_and_goes_on(slurm, tmp_path):
   """A job that is queued again has the losses of one that nothing stops."""
   more = ("steps=600", "checkpoint_period=300", "eval_interval=-1", "log_period=100", "ghost_log_period=50")
-
-  def submit(name: str) -> tuple[str, Path]:
-    said = tmp_path / f"{name}.log"
-    folder = tmp_path / name
-    command = ["sbatch", "--parsable", f"--chdir={SCRIPT.parents[2]}", f"--output={said}", str(SCRIPT)]
-    arguments = [*command, *keys(folder, *more)]
-    return subprocess.run(arguments, env=slurm, check=True, capture_output=True, text=True).stdout.strip(), said
-
-  job, said = submit("stopped")
+  job, said = submit(slurm, tmp_path / "stopped", *more)
   output(said, "completed step: 100")
   subprocess.run(["scontrol", "requeue", job], env=slurm, check=True)
   assert "Stopped by SIGTERM" in output(said, "The same command continues it")
@@ -112,9 +112,19 @@ def test_the_script_trains_saves_when_it_is_preempted_and_goes_on(slurm, tmp_pat
   update = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
   subprocess.run(update, env=slurm, check=True)
   output(said, "Training complete: 600 steps")
-  whole = submit("whole")[1]
+  whole = submit(slurm, tmp_path / "whole", *more)[1]
   assert "of 2 processes" in output(whole, "Training complete: 600 steps")
   assert metrics(tmp_path / "stopped/slurm") == metrics(tmp_path / "whole/slurm")
+
+
+def test_a_job_that_its_time_limit_ends_is_queued_again(slurm, tmp_path):
+  more = ("steps=100000", "checkpoint_period=50000", "eval_interval=-1", "log_period=100", "ghost_enabled=false")
+  job, said = submit(slurm, tmp_path / "long", *more, options=("--time=2", "--signal=TERM@60"))
+  try:
+    assert "Stopped by SIGTERM" in output(said, "The same command continues it")
+    output(said, "DUE TO JOB REQUEUE")
+  finally:
+    subprocess.run(["scancel", job], env=slurm, check=True)
 
 
 @pytest.mark.parametrize(

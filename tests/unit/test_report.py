@@ -437,7 +437,10 @@ def test_command(run_dir, capsys):
   out = capsys.readouterr().out
   for phrase in ("Predicted drop", "Measured drop", "Documents that helped most", "million tokens"):
     assert phrase in out, phrase
-  assert (run_dir / "report.html").stat().st_size > 20_000
+  whole = (page := run_dir / "report.html").read_text()
+  assert len(whole) > 20_000
+  page.unlink()
+  assert report.main([str(run_dir / "ghost"), "--documents", "3"]) == 0 and page.read_text() == whole
 
 
 @pytest.mark.parametrize(

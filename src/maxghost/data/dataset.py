@@ -113,8 +113,8 @@ class Dataset:
       return lines
     names = listed([self.document_id(index).shown for index in found], 3)
     plural = "document is a byte-identical copy" if len(found) == 1 else "documents are byte-identical copies"
-    fate = "left out" if self.parts[0].on_copies != "keep" else "kept, as ghost_val_copies=keep asks"
-    return [*lines, f"{len(found)} training {plural} of held-out text ({fate}): {names}"]
+    fate = {"drop": " (left out)", "keep": " (kept, as ghost_val_copies=keep asks)"}.get(self.parts[0].on_copies, "")
+    return [*lines, f"{len(found)} training {plural} of held-out text{fate}: {names}"]
 
   def validation_batch(self, index: int, num_rows: int, domain: str | None = None) -> Batch:
     """Packed rows [index, index + 1) * num_rows of a domain's held-out documents; starts over at their end. A function
