@@ -419,7 +419,13 @@ class Deadly(data.DocumentList):
     os._exit(9)
 
 
-def test_a_worker_that_is_killed_is_one_line(tmp_path):
+@pytest.mark.parametrize("early", [False, True])
+def test_a_worker_that_is_killed_is_one_line(early, tmp_path, monkeypatch):
+  """Early: before all parts were handed out."""
+  submit = prepare.ProcessPoolExecutor.submit
+  if early:
+    wait = lambda pool, *work: (future := submit(pool, *work)).exception() and future  # noqa: E731
+    monkeypatch.setattr(prepare.ProcessPoolExecutor, "submit", wait)
   source = Deadly([Document("words", "p", n, b"text " * 9) for n in range(9)], ("words",))
   with pytest.raises(OSError, match=r"a process was ended from outside.*fewer --workers than 2"):
     prepare.prepare(source, BASE, str(tmp_path / "out"), num_workers=2, part_bytes=100)

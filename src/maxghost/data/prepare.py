@@ -80,8 +80,8 @@ def _write_parts(job: Job, num_workers: int, progress: Callable) -> dict[int, di
   elif todo:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(num_workers, len(todo)), context, _start_worker, (job,)) as pool:
-      futures = {pool.submit(_work, part): part for part in todo}
       try:
+        futures = {pool.submit(_work, part): part for part in todo}
         for future in as_completed(futures):
           done[futures[future]] = future.result()
           progress(future.result())
