@@ -316,9 +316,10 @@ def test_a_changed_file_of_ranks_is_read_again(tmp_path, monkeypatch):
     (tmp_path / "t.tiktoken").write_bytes(b"".join(lines))
     made = load_tokenizer("tiktoken", "t.tiktoken")
     assert made.vocab_size == len(pieces) + 2 and made.encode([b"ab"])[0].tolist() == [len(pieces) - 1]
-  (tmp_path / "t.tiktoken").write_bytes(b"no ranks here\n")
-  with pytest.raises(ConfigError, match="is no tiktoken file"):
-    load_tokenizer("tiktoken", "t.tiktoken")
+  for wrong in ([b"no ranks here\n"], lines[1:], [*lines, base64.b64encode(b"ef") + b" 3\n"]):
+    (tmp_path / "t.tiktoken").write_bytes(b"".join(wrong))
+    with pytest.raises(ConfigError, match="is no tiktoken file"):
+      load_tokenizer("tiktoken", "t.tiktoken")
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "tiktoken"])
