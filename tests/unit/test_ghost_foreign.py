@@ -225,6 +225,7 @@ def test_an_own_layer_is_an_error_until_its_rule_is_registered(mlp):
   [
     (lambda self, call, name, direction: None, r"shift/a: Wrong.score gives .*NoneType.*, not \('K', 7\)"),
     (lambda self, call, name, direction: jnp.zeros((1, 5)), r"gives \(1, 5\), not \('K', 7\)"),
+    (lambda self, *call: 0.95 * ghost.Rule.score(self, *call), "shift/a.* do not add up to <gradient, direction>"),
     (lambda self, call, name, direction: jnp.full((1, N), jnp.nan), "shift/a.* do not add up to <gradient, direction>"),
   ],
 )

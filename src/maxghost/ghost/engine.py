@@ -369,8 +369,8 @@ def _refuse_coupled(largest: dict) -> None:
 
 def _refuse_incomplete(sums: dict, checked: set) -> None:
   """Raises ValueError where scores do not add up. sums: {label: (of scores, of their sizes, <g, u>)}, [K] each."""
-  rest = 1e-2 * np.max(np.nan_to_num(np.abs([x[1:] for x in sums.values()])), initial=0)  # rounding, where g is 0
-  near = {label: np.abs(x - used) <= 0.05 * size + rest for label, (x, size, used) in sums.items()}  # False for NaN
+  rest = 2e-3 * np.max(np.nan_to_num(np.abs([x[1:] for x in sums.values()])), initial=0)  # rounding, where g is 0
+  near = {label: np.abs(x - used) <= 0.01 * size + rest for label, (x, size, used) in sums.items()}  # False for NaN
   far = [label for label, (*_, used) in sums.items() if np.any(np.isfinite(used) & ~near[label])]
   if labels := ", ".join(label for label in far if label not in checked):
     said = f"{labels}: scores do not add up to <gradient, direction>: the model differentiates the layer or sets its"
