@@ -45,9 +45,9 @@ def write(path: Path, answer) -> list[tuple[int, int]]:
   return pairs[:160]
 
 
-def share_right(name: str, pairs: list[tuple[int, int]]) -> float:
+def share_right(run_dir: Path, pairs: list[tuple[int, int]]) -> float:
   """The share of sums for which the model's likeliest answer is right."""
-  place, cfg = load_model.find(f"runs/{name}")
+  place, cfg = load_model.find(str(run_dir))
   graphdef, state = load_model.load(place, cfg)
   tokenizer = ByteTokenizer()
   prompts = [[tokenizer.bos_id, *ids] for ids in tokenizer.encode([f"{a}+{b}=".encode() for a, b in pairs])]
@@ -66,9 +66,9 @@ def run(arguments: list[str]) -> None:
     sys.exit(code)
 
 
-def mean_reward(name: str) -> tuple[float, float]:
+def mean_reward(run_dir: Path) -> tuple[float, float]:
   """Mean reward of the first and of the last tenth of a run."""
-  lines = (Path("runs") / name / "metrics.jsonl").read_text("utf-8").splitlines()
+  lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
   rewards = [value for value in (json.loads(line).get("rollout/reward") for line in lines) if value is not None]
   tenth = max(len(rewards) // 10, 1)
   return sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
@@ -86,18 +86,19 @@ def main(arguments: list[str]) -> None:
       num_generations=16, per_device_batch_size=512, max_completion_length=3, scale_rewards="none", grpo_beta=0.04,
       learning_rate=1e-3, steps=2500, checkpoint_period=1000, ghost_detail="total", ghost_every=10)  # fmt: skip
   try:
-    config.load(*reward)
+    cfg = config.load(*reward).run
   except config.ConfigError:
-    run(reward)  # says what is wrong, before the first run
+    return run(reward)  # says what is wrong, before the first run
   write(FOLDER / "form.jsonl", lambda a, b, rng: rng.randrange(20, 99))
   unseen = write(FOLDER / "sums.jsonl", lambda a, b, rng: a + b)
   run(form)
   run(reward)
-  first, last = mean_reward("addition")
+  trained = Path(cfg.base_output_directory, cfg.run_name)  # of the settings that may follow
+  first, last = mean_reward(trained)
   print(f"mean reward: {first:.3f} in the first tenth of the steps, {last:.3f} in the last")
-  before, after = (share_right(name, unseen) for name in ("addition-form", "addition"))
+  before, after = (share_right(run_dir, unseen) for run_dir in (Path("runs/addition-form"), trained))
   print(f"right answers to {len(unseen)} sums that no run has read: {before:.1%} before, {after:.1%} after")
-  report(["runs/addition"])
+  report([str(trained)])
 
 
 if __name__ == "__main__":

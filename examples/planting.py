@@ -199,6 +199,6 @@ def main(config_file: str, prepare: Callable[[], None], argv: list[str]) -> int:
     return code
   used = resource.getrusage(resource.RUSAGE_SELF)
   print(f"\n{time.perf_counter() - begin:.0f} s, {used.ru_utime:.0f} s of processor time")
-  (target,) = cfg.data.ghost_val_sets
+  target, *_ = cfg.data.ghost_val_sets
   tell(run, *((cfg.data.dataset_files[0], target.partition("=")[2]) if options.baselines else ()))
   return 0

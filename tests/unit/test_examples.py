@@ -119,11 +119,13 @@ def test_library_tasks_can_be_checked_and_planted_ones_are_told(baselines, demon
            "base_num_decoder_layers=2", "lora_rank=4", "max_target_length=96",
            "enable_tensorboard=false", "attention=dot_product", "sharding_tolerance=1", "per_device_batch_size=1",
            "ghost_val_batch_size=8")  # fmt: skip
-  argv = ["load_parameters_path=", "steps=4", *baselines, *small]
+  target = "corpora/library-tasks/target.jsonl"
+  sets = [] if baselines else [f"ghost_val_sets=[target={target},again={target}]"]
+  argv = ["load_parameters_path=", "steps=4", *baselines, *small, *sets]
   with tiny.cheap_compilation(), jax.numpy_rank_promotion("allow"):
     assert made.planting.main("configs/finetune-base.yml", made.prepare, argv) == 0
   train, said = lines_of("corpora/library-tasks/train.jsonl"), capsys.readouterr().out
-  assert len(train) == 56 and len(lines_of("corpora/library-tasks/target.jsonl")) == 100
+  assert len(train) == 56 and len(lines_of(target)) == 100
   kinds = {one["planted"] for one in train if one["domain"] == made.TARGET}
   assert kinds == {"", *made.planting.KINDS}
   assert not any(one["planted"] for one in train if one["domain"] != made.TARGET)
@@ -233,8 +235,9 @@ def test_help_of_the_addition_trains_nothing(tmp_path, monkeypatch, capsys):
 def test_addition_from_reward_runs(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "configs").symlink_to(config.config_dir())
-  run("grpo_addition.py", monkeypatch)["main"](["steps=2"])
+  run("grpo_addition.py", monkeypatch)["main"](["steps=2", "run_name=sums", "base_output_directory=elsewhere"])
   said = capsys.readouterr().out
+  assert Path("elsewhere/sums/report.html").exists()
   assert "mean reward: " in said and "right answers to 160 sums that no run has read: " in said
 
 
