@@ -7,6 +7,7 @@ the training better. --index sketches the documents' gradients once, so that lat
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from maxghost.checkpoint.layouts_store import GONE, read_json
 from maxghost.config import Config, ConfigError, plugins
 from maxghost.config.arguments import Parser
 from maxghost.config.values import guarded, nearest_beside, printable, shown
+from maxghost.data.sources.files import labelled
 from maxghost.interop import model_path
 from maxghost.parallel import heap
 
@@ -217,12 +219,13 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
   """The configuration that reads this corpus, by which `maxghost scores --text` and the report find documents."""
   if patterns == [RUN]:
     return cfg
-  files = tuple("=".join((name, str(Path(glob).absolute()))) for name, _, glob in (p.partition("=") for p in patterns))
+  pairs = labelled("--data", patterns, (), lambda _: "text", "text")  # as `expand`
+  files = tuple(f"{name}={Path(os.path.expanduser(glob)).absolute()}" for name, glob in pairs)
   return config.replace(
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
     dataset_path="", train_split="train", dataset_mixture=(), dataset_exclude_file="", dataset_include_file="",
-    document_fields=(), ghost_val_sets=(domains[0],), ghost_val_fraction=0.0, ghost_enabled=False,
-    ghost_select="none", ghost_reweight=(), offload_to_host=(),
+    document_fields=(), ghost_val_fraction=0.0, ghost_enabled=False, ghost_select="none", ghost_reweight=(),
+    ghost_val_sets=(domains[0] + f"@{cfg.optimizer.objective}" * ("@" in domains[0]),), offload_to_host=(),
   )  # fmt: skip
 
 

@@ -404,18 +404,18 @@ def test_no_index_is_written_of_gradients_that_are_not_finite(method, corpora, t
 
 
 @pytest.mark.parametrize(
-  "keys",
-  [{"document_fields": ("id", "lang")}, {"dataset_type": "hf", "train_split": "all"},
-   {"dataset_type": "tfds", "dataset_path": "/data"}],
-  ids=lambda keys: [*keys][-1],
+  ("keys", "given", "domain"),
+  [({"document_fields": ("id", "lang")}, "~/a.txt", "text"), ({"dataset_type": "hf"}, "a= ~/*.txt", "a"),
+   ({"dataset_type": "tfds", "dataset_path": "/data", "train_split": "all"}, "a@sft=~/a.txt", "a@sft")],
 )  # fmt: skip
-def test_the_texts_of_an_answer_are_found_whatever_the_run_reads(keys, tmp_path):
+def test_the_texts_of_an_answer_are_found_whatever_the_run_reads(keys, given, domain, tmp_path, monkeypatch):
   (tmp_path / "a.txt").write_text("no record")
-  cfg = attribute.as_run(config.replace(CFG, **keys), [f"a={tmp_path}/a.txt"], ("a",))
+  monkeypatch.setenv("HOME", str(tmp_path))
+  cfg = attribute.as_run(config.replace(CFG, **keys), [given], (domain,))
   config.save(cfg, tmp_path / "config.yml")
   source = Source(tmp_path)
   assert source.open(()) == []
-  assert source.find([("a", "a.txt", 0)]) == {("a", "a.txt", 0): "no record"}
+  assert source.find([(domain, "a.txt", 0)]) == {(domain, "a.txt", 0): "no record"}
 
 
 @pytest.mark.parametrize(
