@@ -15,7 +15,8 @@ import tiny
 from flax import nnx
 from train_steps import Run
 
-from maxghost import config, data
+from maxghost import attribute, config, data
+from maxghost.attribution.texts import Source
 from maxghost.data.conversations import Rendering
 from maxghost.data.tokenizers import ByteTokenizer
 
@@ -99,3 +100,12 @@ def test_scores_of_conversations_are_exact(schedule, dtype, dataset):
   np.testing.assert_allclose(share, mine["weights"].sum(1) / total, rtol=1e-6)
   found = share * [out["score_dot_BSK"][place][0] for place in places]
   assert oracles.relative_error(found, wanted) < {"float32": 1e-5, "float64": 1e-12}[dtype]
+
+
+def test_the_text_of_a_conversation_shorter_than_a_row_is_shown(tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"prompt": "no ", "completion": "record"}')
+  keys = {"objective": "sft", "dataset_files": ("a=b",), "ghost_val_sets": ("a",), "max_target_length": 99}
+  config.save(attribute.as_run(tiny.make_config(**keys), [f"a={tmp_path}/a.jsonl"], ("a",)), tmp_path / "config.yml")
+  source = Source(tmp_path)
+  assert source.open(()) == []
+  assert source.find([("a", "a.jsonl", 0)]) == {("a", "a.jsonl", 0): "no record"}

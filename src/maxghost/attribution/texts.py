@@ -32,8 +32,7 @@ class Source:
 
       try:
         cfg = config.load(self._path)
-        keys = dataclasses.replace(cfg.data, on_corrupt="skip")  # and what `attribute` scored may be short
-        keys = dataclasses.replace(keys, max_target_length=2) if cfg.records == "text" else keys
+        keys = dataclasses.replace(cfg.data, on_corrupt="skip", max_target_length=2)  # scored ones may be short
         self.dataset = data.load_dataset(keys, cfg.run.data_shuffle_seed, records=cfg.records)
       except config.ConfigError as error:
         return [f"the texts of the documents cannot be shown: {error}"]
