@@ -138,7 +138,7 @@ def test_errors_are_of_the_right_class(client):
   assert found.value.code == "model_not_found" and found.value.param == "model"
   with pytest.raises(openai.NotFoundError):
     client.models.retrieve("other/model")
-  with pytest.raises(openai.BadRequestError, match="did you mean ..?temperature") as wrong:
+  with pytest.raises(openai.BadRequestError, match=r"did you mean ..?temperature") as wrong:
     client.completions.create(model="echo", prompt="a", extra_body={"temprature": 1})
   assert (wrong.value.type, wrong.value.param) == ("invalid_request_error", "temprature")
   with pytest.raises(openai.InternalServerError, match="the model broke"):
