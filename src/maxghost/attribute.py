@@ -225,7 +225,7 @@ def as_run(cfg: Config, patterns: list[str], domains: tuple[str, ...]) -> Config
     cfg, dataset_type="text", dataset_files=files, dataset_domains=(), dataset_domain_bytes=-1, dataset_shards=1,
     dataset_path="", train_split="train", dataset_mixture=(), dataset_exclude_file="", dataset_include_file="",
     document_fields=(), ghost_val_fraction=0.0, ghost_enabled=False, ghost_select="none", ghost_reweight=(),
-    ghost_val_sets=(domains[0] + f"@{cfg.optimizer.objective}" * ("@" in domains[0]),), offload_to_host=(),
+    ghost_val_sets=(domains[0] + (f"@{cfg.optimizer.objective}" if "@" in domains[0] else ""),), offload_to_host=(),
   )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from maxghost.attribution.summary import summarize
 from maxghost.attribution.texts import Source
 from maxghost.config.arguments import ACCEPT_HELP, Parser
 from maxghost.config.values import guarded
+from maxghost.scorelog.reader import run_of
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -24,8 +25,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   add("--port", type=int, default=0, metavar="N", help="with --watch: the port (0 = any free one)")
   args = parser.parse(argv, documents=0, port=0)
   parser.read_together(args, {"watch": ("output",)}, watch=("port",))
-  if args.run_dir.name == "ghost" and (args.run_dir.parent / "config.yml").is_file():
-    args.run_dir = args.run_dir.parent  # texts and losses lie beside the score log
+  args.run_dir = run_of(args.run_dir)
   return args
 
 

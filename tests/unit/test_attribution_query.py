@@ -417,10 +417,11 @@ def test_a_document_without_tokens_has_no_value_per_token(tmp_path, capsys):
 
 
 def test_texts_by_id(run_dir, tmp_path, capsys):
-  assert scores.main([str(run_dir), "--by", "document", "--top", "2", "--text", "--format", "json"]) == 0
-  said = capsys.readouterr()
-  rows = json.loads(said.out)["rows"]
-  assert len(rows) == 2 and all(len(row["text"]) > 10 for row in rows) and not said.err
+  for folder in (run_dir, run_dir / "ghost"):
+    assert scores.main([str(folder), "--by", "document", "--top", "2", "--text", "--format", "json"]) == 0
+    said = capsys.readouterr()
+    rows = json.loads(said.out)["rows"]
+    assert len(rows) == 2 and all(len(row["text"]) > 10 for row in rows) and not said.err
   (tmp_path / "ghost").symlink_to(run_dir / "ghost")
   answer = ask(attribution.load(tmp_path), Query(by="document", top=2, text=True))
   assert answer.columns["text"] == [None, None]

@@ -289,8 +289,9 @@ def test_the_byte_tokenizer_in_files_of_hugging_face_has_the_same_ids(add_bos, t
 
 
 def test_a_tiktoken_encoding_with_rules_of_its_own_keeps_them(made, tmp_path):
-  """Split into single letters before the merges, and specials that are not Llama's."""
-  content = {"ranks": "small.tiktoken", "split": "(?s:.)", "special_tokens": {"<|bos|>": 300, "<|odd|>": 301}}
+  """Split into letters before the merges; specials that are not Llama's. Two have one id, as in o200k_harmony."""
+  special_tokens = {"<|bos|>": 300, "<|odd|>": 301, "<|same|>": 301}
+  content = {"ranks": "small.tiktoken", "split": "(?s:.)", "special_tokens": special_tokens}
   file = tmp_path / "own.encoding.json"
   file.write_text(json.dumps(content))
   (tmp_path / "small.tiktoken").write_bytes(Path(made["tiktoken"]).read_bytes())

@@ -20,7 +20,7 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_CLASS_LINES = 250
-MAX_LINES = 35_088
+MAX_LINES = 35_093
 
 # A file may import its own package and those of a smaller number; packages of one number do not know each other.
 FLOORS = {

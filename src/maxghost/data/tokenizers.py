@@ -337,9 +337,8 @@ def _tiktoken_file(tiktoken, path: str):
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
     if specials is None:
       specials = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": len(ranks) + 1}
-    num_ids = len({*ranks.values(), *specials.values()})
-    if num_ids < len(ranks) + len(specials) or any(bytes([n]) not in ranks for n in range(256)):  # a panic in tiktoken
-      raise ValueError("ranks and special tokens must have different ids, and each of the 256 bytes a rank")
+    if len({*ranks.values()}) < len(ranks) or any(bytes([n]) not in ranks for n in range(256)):  # a panic in tiktoken
+      raise ValueError("tokens must have different ranks, and each of the 256 bytes one")
     return tiktoken.Encoding(path, pat_str=rules["split"], mergeable_ranks=ranks, special_tokens=specials)
   except (ValueError, KeyError, OSError, TypeError, AttributeError, OverflowError, RecursionError) as error:
     raise ConfigError(f"tokenizer_path={path} is no tiktoken file: {error!r}") from error

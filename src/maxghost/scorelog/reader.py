@@ -21,6 +21,11 @@ from maxghost.scorelog.shard import DamagedShard, Shard, drop_covered
 SHOWN_LOSSES = 6
 
 
+def run_of(path: Path) -> Path:
+  """The folder of a run, also of the `ghost/` in it: texts and losses lie beside the scores."""
+  return path.parent if path.name == "ghost" and (path.parent / "config.yml").is_file() else path
+
+
 def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
   """Opens the score log of a run, after comparing each file with its checksum.
 
@@ -28,7 +33,7 @@ def load(run_dir, *, accept_lost_rows: bool = False) -> "ScoreLog":
   damaged or missing files; `messages` lists them. Raises ConfigError for a missing or foreign folder, a damaged or
   missing file (unless accepted), a file of another schema, or files scored against different validation sets.
   """
-  run_dir = Path(run_dir)
+  run_dir = run_of(Path(run_dir))
   if not run_dir.is_dir():
     raise ConfigError(f"run_dir={run_dir}: no such folder{nearest_beside(run_dir)}")
   folder = run_dir if run_dir.name == "ghost" or not (run_dir / "ghost").is_dir() else run_dir / "ghost"

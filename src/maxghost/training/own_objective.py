@@ -45,7 +45,8 @@ def make_comparison(cfg: Config, graphdef, num_rows: int):
     def change_within_rows(parity):
       stays_BT = jnp.all(jnp.stack([(slot_BT == 0) | (slot_BT % 2 == parity) for slot_BT in objective.units(rows)]), 0)
       from_BT = jnp.where(stays_BT, jnp.arange(stays_BT.shape[1]), jnp.argmin(stays_BT, 1)[:, None])
-      moved = {name: x[row_B[:, None], from_BT] for name, x in rows.items() if x.shape[:2] == stays_BT.shape}
+      taken = jax.vmap(lambda x, index_T: x[index_T])
+      moved = {name: taken(x, from_BT) for name, x in rows.items() if x.shape[:2] == stays_BT.shape}
       moved = {name: x for name, x in moved.items() if not name.endswith(("_position", "_segmentation"))}
       return jnp.abs(jnp.where(stays_BT, losses_of(rows | moved) - before_BT, 0)).max()
 
